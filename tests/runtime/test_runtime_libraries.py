@@ -63,7 +63,7 @@ def test_what_a_library_keeps_is_counted(gauge: CpuGauge, kept: Callable[[int], 
     for _ in range(8 * MIB // nbytes):
         kept(nbytes)
     assert abs(look(gauge) - before - 8 * MIB) < NEAR
-    assert gauge.peak_bytes() == gauge.begin() == gauge.live_bytes()
+    assert gauge.begin() == gauge.peak_bytes() == gauge.live_bytes()
 
 
 def test_what_a_library_gives_back_is_not_counted(gauge: CpuGauge) -> None:
