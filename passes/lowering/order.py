@@ -19,6 +19,7 @@ each other, as the plan predicts (`cost/fusion.py`): else memory would be alive 
 from __future__ import annotations
 
 import itertools
+import math
 from abc import abstractmethod
 from bisect import bisect
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ from ssd_fx.passes.cost.sums import RUNNING
 from ssd_fx.passes.joint.collectives import may_communicate
 from ssd_fx.passes.lowering.cpp_functions import move_out_of_functions
 from ssd_fx.passes.lowering.in_place import may_overwrite_loaded
-from ssd_fx.passes.partition import RECOMPUTED
+from ssd_fx.passes.partition import RECOMPUTED, calls_ours
 from ssd_fx.passes.verify.errors import require
 
 
@@ -188,7 +189,7 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     _refuse_circle(graph, nodes)
     parts = [[_position(part, in_graph) for part in node.get_nodes()] for node in nodes]
     begins = [min([at, *first]) for at, first in zip(position, parts, strict=True)]
-    wanted = _targets(graph, position, begins)
+    wanted = _targets(graph, position, begins, {i for n, i in in_graph.items() if _is_added(n)})
     order = [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
     needs = nx.relabel_nodes(graph, dict(enumerate(nodes)))
     needs.add_edges_from(_kept_by_moves(order))
@@ -223,20 +224,31 @@ def _refuse_circle(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode]) -> No
     require(False, f"{text}: {circle}", "order")
 
 
-def _targets(graph: nx.DiGraph[int], position: list[int], begins: list[int]) -> list[int]:
+def _targets(graph: nx.DiGraph[int], position: list[int], begins: list[int], added: set[int]) -> list[float]:
     """The positions at which the kernels should run: their own, or earlier ones, of kernels that need them.
 
-    None is before the inputs are there; those may be there where the first node of their kernel is, at `begins`.
+    None is before the inputs are there; those may be there where the first node of their kernel is, at `begins`. One
+    that another needs runs ahead of the nodes right before that which we have `added`, as it does in the plan: what a
+    load there returns would be memory during both.
     """
     order = list(nx.topological_sort(graph))
     ready = [0] * len(order)
     for i in order:
         for k in graph.successors(i):
             ready[k] = max(ready[k], ready[i], begins[i])
-    wanted = list(position)
+    wanted: list[float] = list(position)
     for i in reversed(order):
-        wanted[i] = max(ready[i], min([wanted[i], *(wanted[k] for k in graph.successors(i))]))
+        needed = min((wanted[k] for k in graph.successors(i)), default=math.inf)
+        if needed < wanted[i]:
+            ahead = next(at for at in itertools.count(math.ceil(needed), -1) if at - 1 not in added)
+            wanted[i] = max(ready[i], needed if position[i] in added else min(needed, ahead - 0.5))
     return wanted
+
+
+def _is_added(node: torch.fx.Node) -> bool:
+    """Whether the plan has added a node: one of our operators, or what rebuilds a saved tensor of a loaded one."""
+    rebuilds = node.target is torch.ops.aten.as_strided.default
+    return calls_ours(node) or (rebuilds and calls_ours(node.all_input_nodes[0]))
 
 
 def _readers_before_release(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode], position: list[int]) -> None:

@@ -144,6 +144,29 @@ extern mm, sin""",
     )
 
 
+def needed_behind_a_load(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
+    """sin -> mm, behind a load that mm_1 reads, and what rebuilds a tensor of it. Inductor fuses sin with cos."""
+    y = x.sin()
+    loaded = ops.load(handle, [64, 64], [64, 1], torch.float32, torch.device("cpu"), 0)
+    ops.wait_load_(loaded, handle, 1)
+    rebuilt = loaded.as_strided([64, 64], [64, 1], 0)
+    return y @ w, rebuilt @ w, x.cos()
+
+
+def test_what_is_needed_behind_a_load_is_computed_before_it() -> None:
+    """As in the plan, for which the load comes right before mm: what is loaded is not memory while the loop runs."""
+    inputs = torch.empty((), dtype=torch.int64), torch.randn(64, 64), torch.randn(64, 64)
+    assert_expected_inline(
+        text(lower_alone(needed_behind_a_load, *inputs)),
+        """\
+loops cos, sin
+load 0
+wait_load_ 1
+extern mm, sin
+extern as_strided, mm_1""",
+    )
+
+
 def fused_over_a_load(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
     """sin -> mm; load -> add, of cos."""
     first = x.sin() @ w
