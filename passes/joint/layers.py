@@ -74,20 +74,26 @@ def between_layers(partition: Partition) -> Between:
 
 
 def made_of(saved: Collection[str], partition: Partition) -> frozenset[str]:
-    """Names of what Inductor computes within its readers, or in a loop, from `saved` and trained parameters alone."""
+    """Names of what Inductor computes within its readers, or in a loop, from `saved` and trained parameters alone, and
+    of the views of that."""
     graph = partition.forward.graph
-    storages = {storage_of(n) for n in graph.nodes if n.name in saved}
+    storages = {storage_of(n) for n in graph.nodes if n.name in saved} - {None}
     unstable = {storage_of(n) for n in partition.caller_inputs} | changed_inputs(graph)
     given = {n for n in graph.nodes if n.op == "placeholder" and storage_of(n) not in unstable}
-    known = {node for node in graph.nodes if storage_of(node) in storages}
-    exact, found = partition.once(compared), set[str]()
+    exact, known, found = partition.once(compared), set[fx.Node](), set[str]()
     for node in graph.nodes:
-        if node.op != "call_function" or node in known or node.name in exact or is_extern(node):
-            continue
-        sources = set(node.all_input_nodes)
-        if not sources.isdisjoint(known) and sources <= known | given and may_run_twice(node) and not jumps(node):
+        sources, key = set(node.all_input_nodes), storage_of(node)
+        is_view = key is not None and any(storage_of(n) == key for n in sources)
+        if key in storages or node.name in saved:
             known.add(node)
-            found.add(node.name)
+        elif node.op != "call_function" or node.name in exact or (is_extern(node) and not is_view):
+            continue
+        elif sources <= known | given and may_run_twice(node) and not jumps(node):
+            if sources <= given:
+                given.add(node)
+            else:
+                known.add(node)
+                found.add(node.name)
     return frozenset(found)
 
 

@@ -15,7 +15,7 @@ from torch import fx
 from ssd_fx.passes import candidates, pipeline, proposals
 from ssd_fx.passes.candidates import Candidate
 from ssd_fx.passes.cost.operators import is_extern
-from ssd_fx.passes.joint.layers import between_layers, valleys
+from ssd_fx.passes.joint.layers import between_layers, made_of, valleys
 from ssd_fx.passes.joint.spread import spread
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of
 from ssd_fx.passes.plan import Limits, Mark
@@ -58,7 +58,8 @@ def test_what_lies_between_layers_is_their_inputs_and_the_norms_are_made_of_thes
     products = [node for node in partition.forward.graph.nodes if node.target is torch.ops.aten.mm.default]
     norms = {node.args[0].name for node in products[2::2]}  # of the second layer on
     assert norms <= found.again
-    assert not any(is_extern(nodes[name]) for name in found.again)
+    views = {node.name for node in nodes.values() if storage_of(node) in map(storage_of, node.all_input_nodes)}
+    assert not any(is_extern(nodes[name]) for name in found.again - views)
     assert not found.saved & found.again
 
 
@@ -142,6 +143,21 @@ def test_what_the_user_wants_saved_is_not_computed_again(kind: str, decision: An
         return [group.base for group in own.plan.groups if storage_of(nodes[group.base]) not in stay]
 
     assert toys.with_joint(residual, arguments(), missing) == []
+
+
+def test_views_do_not_end_what_is_made_of_saved_tensors() -> None:
+    """A group norm scales by a view of its parameter, and another view lies between the norm and its gelu."""
+
+    def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).view(64, 8, 64) * w.sum(0).view(1, 64) * w[:1].view(1, 64)
+        return F.gelu(y.view(512, 64)).sum()
+
+    x, w = arguments()[0], torch.randn(16, 64).requires_grad_()
+    partition = toys.partitioned(scaled, x, w)
+    nodes = {node.target: node for node in partition.forward.graph.nodes}
+    found = made_of([nodes[torch.ops.aten.mm.default].name], partition)
+    assert nodes[torch.ops.aten.mul.Tensor].name in found
+    assert nodes[torch.ops.aten.mm.default].name not in found
 
 
 def test_what_the_caller_may_change_is_no_source() -> None:
