@@ -2,6 +2,7 @@
 
 python benchmarks/host_time.py              # engine "memory": all that is stored is copied, and read back
 python benchmarks/host_time.py --kept       # all stays in memory
+python benchmarks/host_time.py --cpu        # CPU time of the thread, where others use the cores too
 python benchmarks/host_time.py --parts      # and what single pieces of it take
 
 Its device does nothing, and counts: what is timed is our Python. `benchmarks/gpu_costs.py` times a GPU's calls. A step
@@ -21,7 +22,7 @@ import tempfile
 import timeit
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter as now
+from time import perf_counter, thread_time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -147,10 +148,10 @@ def backward(call: Callable[[], None]) -> None:
 class Steps:
     """Times and counts of the nodes of training steps."""
 
-    def __init__(self, gpu: Device, config: str, depth: int) -> None:
+    def __init__(self, gpu: Device, config: str, depth: int, clock: Callable[[], float]) -> None:
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._gpu, self._config, self._depth = gpu, config, depth
+        self._gpu, self._config, self._depth, self._clock = gpu, config, depth, clock
         self._token = torch.empty(0, dtype=torch.int64)
 
     def step(self) -> None:
@@ -175,9 +176,9 @@ class Steps:
             self._timed("death", held.clear)
 
     def _timed(self, name: str, call: Callable[..., Any], *arguments: object) -> Any:
-        before, started = self._gpu.calls.copy(), now()
+        before, started = self._gpu.calls.copy(), self._clock()
         result = call(*arguments)
-        self.seconds[name].append(now() - started)
+        self.seconds[name].append(self._clock() - started)
         self.calls[name].update(self._gpu.calls - before)
         return result
 
@@ -191,8 +192,8 @@ def nodes(flags: argparse.Namespace) -> None:
     """Print a row for each kind of node."""
     config = {"engine": "memory", "adapt": False} | ({"budget": 1 << 40} if flags.kept else {})
     with installed(late=not flags.idle) as gpu:
-        warm_up = Steps(gpu, json.dumps(config), flags.depth)
-        steps = Steps(gpu, json.dumps(config), flags.depth)
+        clock = thread_time if flags.cpu else perf_counter
+        warm_up, steps = (Steps(gpu, json.dumps(config), flags.depth, clock) for _ in range(2))
         for number in range(flags.steps):
             (steps if number >= flags.steps // 2 else warm_up).step()
     for name in (*NODES, "death"):
@@ -222,7 +223,7 @@ def parts() -> None:
             layout.drop_storage(layout.versioned_alias(x))
 
         def started() -> streams.Queued:
-            transfer = streams.Queued(CPU, gpu.side(CPU), lambda side: None, may_fail=False)
+            transfer = streams.Queued(gpu, CPU, gpu.side(CPU), lambda side: None, may_fail=False)
             transfer.start()
             return transfer
 
@@ -275,6 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kept", action="store_true", help="nothing is copied")
     parser.add_argument("--idle", action="store_true", help="each copy ends at once")
+    parser.add_argument("--cpu", action="store_true", help="CPU time of the thread")
     parser.add_argument("--parts", action="store_true", help="print the pieces too")
     parser.add_argument("--depth", type=int, default=20, help="tensors of a step, default %(default)s")
     parser.add_argument("--steps", type=int, default=200, help="default %(default)s")

@@ -46,9 +46,9 @@ _LARGEST = torch.complex128.itemsize
 _zeros: dict[torch.device, Tensor] = {}
 
 
-def mark(made: Tensor, number: int = 0) -> Tensor:
-    """`made`, marked as a stand-in; of a handle `number` is that of its entry."""
-    made.untyped_storage().ssd_fx = number  # type: ignore[attr-defined]
+def mark(made: Tensor) -> Tensor:
+    """`made`, marked as a stand-in. A handle is marked with the number of its entry."""
+    made.untyped_storage().ssd_fx = 0  # type: ignore[attr-defined]
     return made
 
 
@@ -61,8 +61,9 @@ def register(entry: Entry, handle: Tensor) -> None:
     if _closed:
         raise RuntimeError(f"store of {entry.name}: the interpreter is shutting down")
     number = next(_numbers)
-    mark(handle, number)
-    GUARD.watch(handle.untyped_storage(), number)
+    storage = handle.untyped_storage()
+    storage.ssd_fx = number  # type: ignore[attr-defined]
+    GUARD.watch(storage, number)
     _entries[number] = entry  # after `watch`, so that every entry in the table has a death to take it out
 
 

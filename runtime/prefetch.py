@@ -46,7 +46,7 @@ class Prefetcher:
             return
         if not run.waiting:
             self._upcoming = deque(self._runs.behind(run))
-        elif self._spare() and self._runs.knows(run.graph):
+        elif self._runs.knows(run.graph) and self._spare():
             if self._read_ahead is not run:
                 self._read_ahead = run
                 self._upcoming = deque(self._runs.rest(run))

@@ -16,7 +16,7 @@ from ssd_fx.runtime import errors, trace
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Stall
 from ssd_fx.runtime.device.streams import Queued
-from ssd_fx.runtime.engines.base import Engine, Extent, Memory, outcome
+from ssd_fx.runtime.engines.base import Completion, Engine, Memory, outcome
 from ssd_fx.runtime.entries import GUARD
 from ssd_fx.runtime.layout import TensorMeta, alias, is_alone, is_foreign, returned
 from ssd_fx.runtime.memory import tensors
@@ -49,21 +49,20 @@ class Reader:
         layout = returned(entry.seen, wanted, relies_on, lambda: entry.name)
         if entry.counter is not None and entry.counter._version != entry.version:
             raise errors.changed_in_place(entry, entry.counter._version)
-        match entry.state:
-            case State.NEW | State.DONATED:
-                raise errors.donated(entry)
-            case State.LOST:
-                raise errors.lost(entry)
-            case State.KEPT | State.RESIDENT | State.ENCODING | State.WRITING:
-                load = self._from_memory(entry, layout, seq, consume, relies_on)
-                self._ledger.turn(entry, load, Stage.ASKED)
-                return load
-            case State.EMPTY:
-                size, stride, dtype = layout
-                out = torch.empty_strided(size, stride, dtype=dtype, device=entry.device)
-                return Load(out, out, None, seq)
-            case State.ON_DISK:
-                return self._read(entry, layout, seq)
+        state = entry.state
+        if state is State.ON_DISK:
+            return self._read(entry, layout, seq)
+        if state is State.LOST:
+            raise errors.lost(entry)
+        if state is State.EMPTY:
+            size, stride, dtype = layout
+            out = torch.empty_strided(size, stride, dtype=dtype, device=entry.device)
+            return Load(out, out, None, seq)
+        if state.where != "memory":
+            raise errors.donated(entry)
+        load = self._from_memory(entry, layout, seq, consume, relies_on)
+        self._ledger.turn(entry, load, Stage.ASKED)
+        return load
 
     def find(self, entry: Entry, x: Tensor) -> Load:
         """The load that returned `x`. Needs no lock.
@@ -79,7 +78,7 @@ class Reader:
     def ahead(self, entry: Entry) -> None:
         """Starts a prefetch, which `begin` will find."""
         landing = self._landing(entry)
-        read = self._engine.read(_extent(entry), Memory.of(landing))
+        read = self._transfer(entry, landing)
         load = Load(landing, landing, read, AHEAD, stream=streams.current(entry.device))
         try:
             self._ledger.turn(entry, load, Stage.AHEAD)
@@ -156,7 +155,7 @@ class Reader:
         """The error of another attempt, None if the bytes are there. Waits for its end."""
         try:
             with GUARD.lock:
-                load.read = self._engine.read(_extent(entry), Memory.of(load.landing))
+                load.read = self._transfer(entry, load.landing)
                 load.read.start()
         except OSError as error:
             return error
@@ -210,11 +209,17 @@ class Reader:
             ahead.out, ahead.seq, ahead.same = out, seq, same
             self._ledger.turn(entry, ahead, Stage.ASKED)
             return ahead
-        read = self._engine.read(_extent(entry), Memory.of(landing))
+        read = self._transfer(entry, landing)
         load = Load(out, landing, read, seq, same)
         self._ledger.turn(entry, load, Stage.ASKED)
         read.start()
         return load
+
+    def _transfer(self, entry: Entry, landing: Tensor) -> Completion:
+        if entry.state is State.LOST:
+            raise errors.lost(entry)
+        assert entry.extent, "on disk"
+        return self._engine.read(entry.extent, Memory.of(landing))
 
     def _new(self, entry: Entry, layout: TensorMeta) -> Tensor:
         """A new tensor of `layout`, at storage offset 0."""
@@ -228,13 +233,6 @@ class Reader:
         if entry.encoded:
             return tensors.empty(TensorMeta((entry.encoded.nbytes,), (1,), torch.uint8), entry.device)
         return tensors.empty(entry.layout, entry.device)
-
-
-def _extent(entry: Entry) -> Extent:
-    if entry.state is State.LOST:
-        raise errors.lost(entry)
-    assert entry.extent, "on disk"
-    return entry.extent
 
 
 def _may_begin_there(held: Tensor, relies_on: str) -> bool:

@@ -12,7 +12,6 @@ of the engine can be lost so: on the way back from `alloc`, and on the way into 
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,38 +31,38 @@ if TYPE_CHECKING:
     from ssd_fx.runtime.store import Store
 
 
-class State(enum.Enum):
+@dataclass(frozen=True, eq=False, slots=True)
+class Place:
     """Where the bytes of an entry are. `where`: what the trace says of it."""
 
-    NEW = 0, "none"  # not stored yet, or dead
-    EMPTY = 1, "disk"  # there are no bytes
-    KEPT = 2, "memory"  # it stays there: nobody writes it
-    RESIDENT = 3, "memory"  # until it is written, if it is
-    ENCODING = 4, "memory"  # by a thread that does not hold the lock
-    WRITING = 5, "memory"
-    ON_DISK = 6, "disk"
-    DONATED = 7, "none"  # the backward has it as its own
-    LOST = 8, "lost"  # its store ended, and the bytes were on the drive only
-
-    def __init__(self, number: int, where: str) -> None:
-        self.where = where
-        self.in_memory = where == "memory"
+    name: str
+    where: str
 
 
-class Stage(enum.Enum):
+class State:
+    """No enum: with Python 3.11 it takes a call to find a member of one, which is 0.1 us."""
+
+    NEW = Place("NEW", "none")  # not stored yet, or dead
+    EMPTY = Place("EMPTY", "disk")  # there are no bytes
+    KEPT = Place("KEPT", "memory")  # it stays there: nobody writes it
+    RESIDENT = Place("RESIDENT", "memory")  # until it is written, if it is
+    ENCODING = Place("ENCODING", "memory")  # by a thread that does not hold the lock
+    WRITING = Place("WRITING", "memory")
+    ON_DISK = Place("ON_DISK", "disk")
+    DONATED = Place("DONATED", "none")  # the backward has it as its own
+    LOST = Place("LOST", "lost")  # its store ended, and the bytes were on the drive only
+
+
+WAITING = State.RESIDENT, State.ENCODING, State.WRITING
+
+
+class Stage:
     """How far a load is."""
 
-    MADE = 0
-    AHEAD = 1  # nobody has asked for it yet
-    ASKED = 2  # the graph has it, and will wait for it
-    OVER = 3
-
-
-# Python 3.10 calls a function to find a member of an enum.
-_NEW, _RESIDENT, _ENCODING, _WRITING = State.NEW, State.RESIDENT, State.ENCODING, State.WRITING
-_ON_DISK, _LOST = State.ON_DISK, State.LOST
-WAITING = _RESIDENT, _ENCODING, _WRITING
-_AHEAD, _ASKED = Stage.AHEAD, Stage.ASKED
+    MADE = "made"
+    AHEAD = "ahead"  # nobody has asked for it yet
+    ASKED = "asked"  # the graph has it, and will wait for it
+    OVER = "over"
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +76,7 @@ class Load:
     same: bool = True  # False: `out` has other strides than the stored tensor, so the elements are copied one by one
     strict: bool = False  # there is no memory to read it before the plan says
     stream: Stream | None = None  # of a prefetch: the compute stream whose memory `landing` is
-    stage: Stage = Stage.MADE
+    stage: str = Stage.MADE
     counted: int = 0  # bytes of it in the sums of the ledger
 
 
@@ -108,7 +107,7 @@ class Entry:
     timed: int = 0  # its nodes are timed on the device, and stand for so many runs; 0: they are not
 
     # State.
-    state: State = State.NEW
+    state: Place = State.NEW
     held: Tensor | None = None  # our reference while we are in memory: an alias of the tensor, or its encoded bytes
     borrowed: bool = False  # `held` is the caller's memory, which the caller may overwrite after the release
     encoded: Encoded | None = None
@@ -155,7 +154,7 @@ class Ledger:
         self.reading_bytes = 0  # of reads that have begun and were not waited for yet
         self.ahead_bytes = 0  # of these, prefetches that nobody has asked for yet
 
-    def move(self, entry: Entry, to: State, held: Tensor | None = None, encoded: Encoded | None = None) -> None:
+    def move(self, entry: Entry, to: Place, held: Tensor | None = None, encoded: Encoded | None = None) -> None:
         """Changes where the bytes of an entry are.
 
         A write gets room from the engine, and what is neither written nor on the drive any more gives its room back.
@@ -167,30 +166,30 @@ class Ledger:
         before, was, write, had = entry.state, entry.held, entry.write, entry.extent
         old_bytes = entry.moved_bytes
         new_bytes = encoded.nbytes if encoded else old_bytes
-        extent = had if to is _ON_DISK or to is _LOST else None
-        if to is _WRITING:
+        extent = had if to is State.ON_DISK or to is State.LOST else None
+        if to is State.WRITING:
             extent = self._engine.alloc(new_bytes, entry.tier)
         # No call from here on. `was`, `write` and `had` keep alive what a change drops: its end could call something.
         if before is not to:
-            if before is _RESIDENT:
+            if before is State.RESIDENT:
                 del self.resident[entry]
                 self.resident_bytes -= old_bytes
-            elif before is _WRITING or before is _ENCODING:
+            elif before is State.WRITING or before is State.ENCODING:
                 del self.writing[entry]
                 self.writing_bytes -= old_bytes
                 entry.write = None
-            if to is _RESIDENT:
+            if to is State.RESIDENT:
                 self.resident[entry] = None
                 self.resident_bytes += new_bytes
-            elif to is _WRITING or to is _ENCODING:
+            elif to is State.WRITING or to is State.ENCODING:
                 self.writing[entry] = None
                 self.writing_bytes += new_bytes
             entry.state = to
         entry.extent = extent
-        entry.held = was if to.in_memory else None
+        entry.held = was if to.where == "memory" else None
         if held is not None:
             entry.held = held
-            entry.borrowed = before is _NEW
+            entry.borrowed = before is State.NEW
         if encoded:
             entry.encoded = encoded
             entry.moved_bytes = new_bytes
@@ -201,24 +200,24 @@ class Ledger:
         if had is not None and extent is not had:
             self._engine.free(had)
 
-    def turn(self, entry: Entry, load: Load, to: Stage) -> None:
+    def turn(self, entry: Entry, load: Load, to: str) -> None:
         """Changes how far a load is. A transfer starts behind the turn that makes it known, and ends before the last.
 
         Whoever is interrupted in between leaves it to the death of the entry.
         """
         before, was = load.stage, load.counted
-        nbytes = entry.moved_bytes if load.read and (to is _AHEAD or to is _ASKED) else 0
+        nbytes = entry.moved_bytes if load.read and (to is Stage.AHEAD or to is Stage.ASKED) else 0
         # No call from here on.
         self.reading_bytes += nbytes - was
-        if before is _AHEAD:
+        if before is Stage.AHEAD:
             self.ahead_bytes -= was
             entry.ahead = None
-        elif before is _ASKED:
+        elif before is Stage.ASKED:
             del entry.loads[load]
-        if to is _AHEAD:
+        if to is Stage.AHEAD:
             self.ahead_bytes += nbytes
             entry.ahead = load
-        elif to is _ASKED:
+        elif to is Stage.ASKED:
             entry.loads[load] = None
         load.counted = nbytes
         load.stage = to

@@ -114,7 +114,8 @@ class Store:
         with GUARD.lock:
             self.runs.stored(entry)
             self.residency.stored(nbytes, self.ledger.resident_bytes)
-            self.residency.waited(stall)
+            if stall:
+                self.residency.waited(stall)
             self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.where, stall)
 
     def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
@@ -156,7 +157,8 @@ class Store:
         if self.account:
             stall += self.writer.make_room(entry.device)
         with GUARD.lock:
-            self.residency.waited(stall)
+            if stall:
+                self.residency.waited(stall)
             self._record("release", entry, seq, started, entry.state.where, stall)
 
     def load(

@@ -32,7 +32,7 @@ from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Me
 from ssd_fx.runtime.entries import GUARD
 from ssd_fx.runtime.inflight import CopiesInVain, inflight_bytes
 from ssd_fx.runtime.layout import alias, drop_storage, is_parameter, versioned_alias
-from ssd_fx.runtime.states import WAITING, Entry, Ledger, State
+from ssd_fx.runtime.states import WAITING, Entry, Ledger, Place, State
 from ssd_fx.runtime.stats import counters
 
 OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` stops behind this many unfinished ones
@@ -277,7 +277,7 @@ class Writer:
             self._ledger.resident.move_to_end(entry, last=False)
         return ""
 
-    def _encode(self, entry: Entry, name: str, to: State) -> None:
+    def _encode(self, entry: Entry, name: str, to: Place) -> None:
         """Encodes what an entry holds, without the lock, and then lets it be resident, or starts its write.
 
         Meanwhile another thread may load the tensor, or bury it. If it had to be copied aside, it is encoded again.
@@ -390,7 +390,7 @@ class Writer:
         self._end_write(entry, State.KEPT, "cancelled")
         counters(entry.graph).cancelled_bytes += entry.nbytes
 
-    def _end_write(self, entry: Entry, to: State, how: Literal["ok", "failed", "cancelled"]) -> None:
+    def _end_write(self, entry: Entry, to: Place, how: Literal["ok", "failed", "cancelled"]) -> None:
         write = entry.write
         self._ledger.move(entry, to)
         if write and not (self._followed and self._followed[-1][0] is write):

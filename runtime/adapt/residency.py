@@ -85,7 +85,8 @@ class Residency:
     def stored(self, nbytes: int, resident_bytes: int) -> None:
         """Counts a tensor that is stored. `resident_bytes` of all tensors are resident then."""
         self._stored += nbytes
-        self._resident = max(self._resident, resident_bytes)
+        if resident_bytes > self._resident:
+            self._resident = resident_bytes
 
     def spare(self, resident_bytes: int) -> int:
         """The bytes that may be read ahead: they were resident in this step, above the budget, and have been released
@@ -187,7 +188,8 @@ class Peak:
         self._falling = False
         self._entries[entry] = None
         self.nbytes += entry.nbytes
-        self._highest_bytes = max(self._highest_bytes, self.nbytes)
+        if self.nbytes > self._highest_bytes:
+            self._highest_bytes = self.nbytes
         return self.peak_bytes - before
 
     def remove(self, entry: Entry) -> None:

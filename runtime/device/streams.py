@@ -275,12 +275,10 @@ class SideStreams:
     def __init__(self) -> None:
         self._made: dict[tuple[torch.device, bool], tuple[Streams, Stream]] = {}
 
-    def get(self, device: torch.device, write: bool) -> Stream:
+    def get(self, queued: Streams, device: torch.device, write: bool) -> Stream:
         """The stream for the stores of `device` if `write`, else the stream for its loads."""
         found = self._made.get((device, write))
         if found is None:
-            queued = of(device)
-            assert queued, "only asked for devices with streams"
             with queued.on(device):
                 found = self._made[device, write] = queued, queued.side(device)
         return found[1]
@@ -309,10 +307,15 @@ class Queued:
     )  # fmt: skip
 
     def __init__(
-        self, device: torch.device, side: Stream, enqueue: Enqueue, *, may_fail: bool = True, after: Event | None = None
+        self,
+        streams: Streams,
+        device: torch.device,
+        side: Stream,
+        enqueue: Enqueue,
+        *,
+        may_fail: bool = True,
+        after: Event | None = None,
     ) -> None:
-        streams = of(device)
-        assert streams, "only made for devices with streams"
         self._streams = streams
         self._may_fail = may_fail
         self._after = after
@@ -328,7 +331,7 @@ class Queued:
         self._anchor: Anchor | None = timing.anchor_of(device)
         self._over: tuple[float, float] | None = None  # its span, once its end was seen
         # Two threads may wait for one transfer, and both need its outcome. A signal handler may close the store then.
-        self._lock = threading.RLock()
+        self._lock = threading.RLock() if may_fail or self._anchor else _HERE
 
     def start(self) -> None:
         streams = self._streams

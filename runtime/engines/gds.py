@@ -107,7 +107,7 @@ class GdsEngine(PosixEngine):
                 side.wait_event(queued.record(lane))
             return partial(self._end, transfer, write, extent, moved)
 
-        transfer = streams.Queued(device, lanes[0], enqueue)
+        transfer = streams.Queued(queued, device, lanes[0], enqueue)
         return transfer
 
     def _take_lanes(self, queued: streams.Streams, device: torch.device, count: int) -> list[streams.Stream]:

@@ -103,18 +103,20 @@ class MemoryEngine:
     ) -> streams.Queued:
         """`behind`: the copy that must have ended before, which nobody may have waited for (`Writer.follow`)."""
 
+        nbytes, device = memory.nbytes, memory.device
+
         def enqueue(side: streams.Stream) -> None:
             if behind is not None:
                 behind.follow(side)
-            ours = queued.view(memory.ptr, memory.nbytes, memory.device)
+            ours = queued.view(memory.ptr, nbytes, device)
             theirs = pinned.tensor
-            if theirs.numel() != memory.nbytes:
-                theirs = theirs[: memory.nbytes]
+            if theirs.numel() != nbytes:
+                theirs = theirs[:nbytes]
             target, source = (theirs, ours) if write else (ours, theirs)
             queued.copy(side, target, source)
             self._moving[write].append((copy, pinned))
 
-        copy = streams.Queued(memory.device, self._sides.get(memory.device, write), enqueue, may_fail=False)
+        copy = streams.Queued(queued, device, self._sides.get(queued, device, write), enqueue, may_fail=False)
         return copy
 
     def _reap(self) -> None:

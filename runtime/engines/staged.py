@@ -57,7 +57,7 @@ class StagedEngine(PosixEngine):
         staging = whole[:nbytes]
         whole[nbytes:].zero_()  # no bytes of other tensors go to the disk
         file = self.transfer(write, extent, whole.data_ptr(), padded)
-        side = self._sides.get(device, write)
+        side = self._sides.get(queued, device, write)
 
         def enqueue(side: streams.Stream) -> None:
             ours = queued.view(memory.ptr, nbytes, device)
@@ -65,12 +65,12 @@ class StagedEngine(PosixEngine):
             queued.copy(side, target, source)
 
         if write:
-            return Chain(streams.Queued(device, side, enqueue), file, self._writes, found)
+            return Chain(streams.Queued(queued, device, side, enqueue), file, self._writes, found)
         # What was queued before the caller got `memory` may still use it. What comes while the file is read need not
         # end first, and another thread starts the copy, whose current stream is not the caller's.
         with queued.on(device):
             ready = queued.record(queued.current(device))
-        return Chain(file, streams.Queued(device, side, enqueue, after=ready), self._reads, found)
+        return Chain(file, streams.Queued(queued, device, side, enqueue, after=ready), self._reads, found)
 
     def close(self) -> None:
         with ExitStack() as closing:  # if one fails, or a Ctrl-C comes, the others are closed too

@@ -307,7 +307,8 @@ def test_what_is_copied_aside_while_a_codec_works_is_encoded_again(monkeypatch, 
     expected = x.clone()
     encoding = Encoding(monkeypatch, x, encoding_config)
     number = next(iter(entries._entries))
-    handle = entries.mark(entries.stand_in(x.shape, x.dtype, x.device), number)  # the op has not returned its own yet
+    handle = entries.stand_in(x.shape, x.dtype, x.device)  # the op has not returned its own yet
+    handle.untyped_storage().ssd_fx = number
     release(handle, x, hand_over=False)
     x.zero_()
     handle = encoding.end()

@@ -382,7 +382,7 @@ def queued(fake, check, size=10):
         fake.queue(side, lambda: None)
         return check
 
-    return x, streams.Queued(x.device, fake.side(x.device), enqueue)
+    return x, streams.Queued(fake, x.device, fake.side(x.device), enqueue)
 
 
 def test_a_check_runs_once_and_only_behind_the_event(fake):
@@ -455,7 +455,7 @@ def test_an_interrupt_before_the_transfer_was_queued_is_no_success(fake):
         raise KeyboardInterrupt
 
     x = fake._tensor(10)
-    transfer = streams.Queued(x.device, fake.side(x.device), enqueue)
+    transfer = streams.Queued(fake, x.device, fake.side(x.device), enqueue)
     with pytest.raises(KeyboardInterrupt):
         transfer.start()
     assert transfer.cancel()

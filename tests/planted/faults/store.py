@@ -269,4 +269,12 @@ FAULTS = (
         "gradients depend on whether another thread's forward comes before the backward",
         "tests/runtime/test_runtime_learning.py::test_what_loses_something_is_written_at_once",
     ),
+    Fault(
+        "only_stores_are_timed",
+        "runtime/store.py",
+        "x.data_ptr(), layout, seen, device, tier, binding, later, timed)",
+        "x.data_ptr(), layout, seen, device, tier, binding, later)",
+        "nobody sees what a device waits for: reports show no stall, and late reads stay late",
+        "tests/runtime/test_runtime_device_trace.py::test_nodes_have_the_kernels_times",
+    ),
 )
