@@ -14,7 +14,7 @@ from ssd_fx.passes.partition import arguments_of, called, tensor_of
 
 aten = torch.ops.aten
 # Products of matrices, and what the schemas call the two.
-_PRODUCTS = {
+_PRODUCTS: dict[object, tuple[str, str]] = {
     aten.mm: ("self", "mat2"),
     aten.addmm: ("mat1", "mat2"),
     aten.bmm: ("self", "mat2"),
