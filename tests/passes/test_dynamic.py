@@ -119,9 +119,9 @@ def test_plan() -> None:
     assert_expected_inline(
         symbolic(wide).table.strip("\n"),
         """\
-cat   512 B  offload  store>cat release>mm_2 load<expand wait<mm_8  [t_5]
-relu  512 B  offload  store>sin release>t_5 load<expand wait<mm_3   [relu]
-sin   256 B  offload  store>sin release>t_5 load<expand wait<mm_5   [t_2]""",
+cat   512 B  offload  store>cat release>t_5 load<cos wait<mm_8     [t_5]
+relu  512 B  offload  store>sin release>t_5 load<expand wait<mm_3  [relu]
+sin   256 B  offload  store>sin release>t_5 load<expand wait<mm_5  [t_2]""",
     )
 
 
@@ -140,10 +140,10 @@ ssd_fx_handle_2 = store.default(sin, 136ca138, 2, 1, , False, False, [8, primals
 output = output((add_24, ssd_fx_handle_1, t_1, ssd_fx_handle_2, t_4, ssd_fx_handle_0, primals_2))
 load_default = load.default(ssd_fx_handle_1, [primals_2, 16], [16, 1], torch.float32, cpu, 0, False, )
 load_default_1 = load.default(ssd_fx_handle_2, [primals_2, 8], [8, 1], torch.float32, cpu, 1, False, strides)
-load_default_2 = load.default(ssd_fx_handle_0, [8, 16], [16, 1], torch.float32, cpu, 2, False, strides)
 expand = expand.default(tangents_1, [primals_2, 8])
 as_strided_default = as_strided.default(load_default_1, [8, primals_2], [1, 8], 0)
 mm_5 = mm.default(as_strided_default, expand)
+load_default_2 = load.default(ssd_fx_handle_0, [8, 16], [16, 1], torch.float32, cpu, 4, True, strides)
 as_strided_default_1 = as_strided.default(load_default_2, [16, 8], [1, 16], 0)
 mm_8 = mm.default(threshold_backward, as_strided_default_1)""",
     )
