@@ -7,7 +7,7 @@
 Proposals begin from a layered partition as well, which saves what lies between layers (`joint/layers.py`). PyTorch's
 may save none of that, and then no layer can be computed again by itself. And they begin from a selective one, which
 saves products besides, as a selective checkpoint of every layer does; that one may be taken as it is. The layered one
-is cut only if PyTorch's has a better proposal than all that was found from the selective one.
+is cut only if PyTorch's partition has a better proposal than all that were found until then.
 
 Prices do not count the memory that the chain of a group needs while it is computed again. If a partition has a higher
 floor for that, the next proposal is made for a limit that is lower by as much. If the floor is above the limit, what is
@@ -202,6 +202,7 @@ class Proposals:
         return _gains(proposal, best_within(self.found, limits), EQUAL)
 
     def _begin(self, options: PlanOptions, limits: Limits, base: Candidate, first: Candidate | None) -> None:
+        """Look for partitions within limits from `base` on, if its proposal is better than all that were found."""
         with suppress(BudgetError):
             proposal = self.propose(options, limits, base=base)
             if self._is_better(proposal, limits):
@@ -242,9 +243,7 @@ class Proposals:
                 proposal = self.propose(options, tight, saved, base)
             except BudgetError:
                 break
-            if proposal.recomputed_nodes == asked:
-                break
-            if met and not self._is_better(proposal, limits):
+            if proposal.recomputed_nodes == asked or (met and not self._is_better(proposal, limits)):
                 break
 
     def _planned(

@@ -45,9 +45,9 @@ def checkpoint(
             x = ssd_fx.checkpoint(block, x)
 
     It works in eager mode and around modules that are compiled, by any backend. What is compiled around it, and what
-    runs within another checkpoint, is PyTorch's checkpoint. With a graph break within it is not compiled, and stores.
-    These arguments stay in memory: what is smaller than
-    `min_bytes`; parameters and other leaves that get a gradient; tensor subclasses; those of `kwargs`.
+    runs within another checkpoint, is PyTorch's checkpoint. If the graph breaks within, the call is left to Python, and
+    stores. These arguments stay in memory: what is smaller than `min_bytes`; parameters and other leaves that get a
+    gradient; tensor subclasses; those of `kwargs`.
 
     Args:
         function: a module or function, called in the forward, and once more for each backward.
