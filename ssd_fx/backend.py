@@ -124,10 +124,10 @@ def compile_graph(
         config = check_options(options, mode=mode)
         _register()
         _keep_out_of_packages()
-        if config.cpu_allocator and _trains(inputs) and _device(inputs).type == "cpu":
+        if config.cpu_allocator and _trains(inputs) and device_of(inputs).type == "cpu":
             LIBRARIES.watch()
             CPU_ALLOCATOR.install()  # ahead of the plan: the machine is measured with the memory that it will use
-        plan = _with_modules(plan_options(config, _device(inputs)), gm)
+        plan = _with_modules(plan_options(config, device_of(inputs)), gm)
         only_told = survey is not None or report is not None or bool(config.dump)
         adapts = bool(config.memory) and config.adapt and not only_told and _trains(inputs)
         room = again.planned(config.runtime_json()) if adapts else again.Room()
@@ -135,7 +135,7 @@ def compile_graph(
         arguments, whole = traced.arguments(gm), _keeps_all(gm)
         tells = partial(about, arguments, traced.function())
         if config.memory:
-            tells = partial(limit.told, config.memory, config.ranks.count, _device(inputs), tells)
+            tells = partial(limit.told, config.memory, config.ranks.count, device_of(inputs), tells)
         partitioner = Partitioner(
             plan,
             keeps_all=bool(whole) or is_within_checkpoint(),
@@ -311,7 +311,7 @@ def _source_of_rates(config: Config, device: torch.device) -> str:
     return f"typical {' and '.join(missing)}" if missing else "measured"
 
 
-def _device(inputs: Sequence[object]) -> torch.device:
+def device_of(inputs: Sequence[object]) -> torch.device:
     """The device that a graph with these inputs computes on: the first that is not the CPU, else the CPU."""
     devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

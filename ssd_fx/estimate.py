@@ -24,15 +24,13 @@ from torch import nn
 
 from ssd_fx import fake
 from ssd_fx.backend import check_options
-from ssd_fx.passes.cost.operators import hint
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
-from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
 from ssd_fx.passes.plan import Keep, Plan, replay_of
 from ssd_fx.passes.proposals import cut, decide_for_all
 from ssd_fx.report.budgets import MEMORY, Estimate, Prediction
 from ssd_fx.report.figures import highest
-from ssd_fx.report.limit import largest_at
+from ssd_fx.report.limit import Before, Optimizers, Parts, optimizers_of, parts
 from ssd_fx.report.model import WITHIN
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
 from ssd_fx.runtime.errors import first_line
@@ -94,10 +92,14 @@ def of_call(
     call: tuple[Any, Any],
     asked: Asked,
     batch: int | None,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer] | None,
     settings: Mapping[str, Any],
+    others: int = 0,
 ) -> Estimate:
-    """The table of a step that is one call of a model. `settings`: options, dynamic and mode, as in `surveyed`."""
+    """The table of a step that is one call of a model. `settings`: options, dynamic and mode, as in `surveyed`.
+
+    `optimizers`, `others`: as in `FoundStep`.
+    """
     model, call = fake.off_meta(uncompiled(model), call)
     if batch is not None:
         call = fake.with_batch(call, batch)
@@ -105,7 +107,14 @@ def of_call(
     found: Found = look_at(asked.look)
     layers = layers_of(model) if asked.rivals else []
     step = FoundStep(
-        [found], found.input_bytes, optimizers, fake.batch_of(call), layers, lambda: [look_at(kept)], settings
+        [found],
+        found.parts.input_bytes,
+        others,
+        optimizers,
+        fake.batch_of(call),
+        layers,
+        lambda: [look_at(kept)],
+        settings,
     )
     return asked.table(step)
 
@@ -114,18 +123,35 @@ def of_call(
 class FoundStep:
     """A training step that runs some graphs, one after the other, and has not run.
 
-    runs: what was found of each graph. input_bytes: of parameters, buffers and inputs. optimizers: whose state counts.
-    batch: its size, if it is known. layers: which one would put checkpoints around. kept: traces the step once more,
+    runs: what was found of each graph. input_bytes: of parameters, buffers and inputs. others: bytes of what is there
+    beside these and optimizers' state. optimizers: whose state counts; None if there will be one. batch: its size, if
+    it is known. layers: which one would put checkpoints around. kept: traces the step once more,
     and returns the plan of each graph with everything kept. settings: of `torch.compile`.
     """
 
     runs: Sequence[Found]
     input_bytes: int
-    optimizers: Sequence[torch.optim.Optimizer]
+    others: int
+    optimizers: Sequence[torch.optim.Optimizer] | None
     batch: int | None
     layers: Sequence[nn.Module]
     kept: Callable[[], Sequence[Plan]]
     settings: Mapping[str, Any]
+
+    @property
+    def own_state(self) -> int:
+        """Bytes of optimizers' state that is there already."""
+        return sum(fake.nbytes_of(list(each.state.values())) for each in self.optimizers or ())
+
+    @property
+    def before(self) -> Before:
+        """What is there before the step, by the figures that a compilation warns of."""
+        found = None if self.optimizers is None else optimizers_of(self.optimizers) or Optimizers("", 0, 0)
+        for name, why in () if found is None else found.guessed.items():
+            text = f"the state of {name} is taken to be as large as that of Adam, for {why}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+        trained = min(self.input_bytes, sum(run.parts.trained_bytes for run in self.runs))
+        return Before(self.input_bytes, trained, self.input_bytes + self.own_state + self.others, found)
 
 
 @dataclass(frozen=True)
@@ -154,8 +180,8 @@ class Asked:
         """What the step would need."""
         config = check_options(step.settings.get("options"))
         memory = config.memory if self.memory is None and isinstance(config.memory, int) else self.memory
-        runs, state = step.runs, sum(map(_state_bytes, step.optimizers))
-        there = step.input_bytes + state
+        runs, before = step.runs, step.before
+        there = before.total_bytes
         rows = tuple(_prediction(each, [run.plans[i] for run in runs], there) for i, each in enumerate(self.budgets))
         if memory is not None:
             rows += _within(memory - there, [run.lowest for run in runs], there)
@@ -167,14 +193,16 @@ class Asked:
             step.batch,
             sum(run.own.saved_bytes for run in runs),
             step.input_bytes,
-            state,
+            step.own_state + before.state_bytes,
             rows,
+            other_bytes=step.others,
+            state_guessed=before.optimizers is None,
             memory=memory,
             drive_tbw=(self.drive_tbw or config.drive_tbw) / config.ranks.count,  # the other ranks write to them too
             rates=" and ".join(dict.fromkeys(run.rates for run in runs)),
             rivals=others,
             note=note,
-            largest=highest.largest,
+            largest=highest.parts.largest,
         )
 
 
@@ -230,16 +258,15 @@ class Found:
     """Of one graph: `own`: what the analyses found in PyTorch's partition; `plans`: one for every budget; `alone`: with
     everything kept, one for every share of PyTorch's budget.
 
-    `lowest`: the plan for budget 0. `largest`: the largest tensor at its peak. `rates`: as in `Estimate`.
+    `lowest`: the plan for budget 0, and `parts`: what it needs. `rates`: as in `Estimate`.
     """
 
     own: Plan
-    input_bytes: int
     plans: tuple[Plan, ...]
     lowest: Plan
+    parts: Parts
     alone: tuple[Plan, ...]
     rates: str
-    largest: str
 
 
 def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, options: PlanOptions) -> Found:
@@ -250,9 +277,7 @@ def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, 
     found = decide_for_all(joint, own, options, asked)
     plans = tuple(found[asked.index(budget)][1] for budget in budgets)
     partition, lowest = found[asked.index(0)]
-    largest = largest_at(partition, replay_of(lowest).peak_node, options.roots)
-    input_bytes = _input_bytes(own.partition)
-    return Found(own.plan, input_bytes, plans, lowest, alone, options.source, largest)
+    return Found(own.plan, plans, lowest, parts(partition, lowest, options.roots), alone, options.source)
 
 
 def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, ...]:
@@ -283,17 +308,6 @@ def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, 
     )
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state; 0, with a warning, if it cannot tell them before its first step."""
-    try:
-        return fake.state_bytes(optimizer)
-    except Exception as error:  # anything: it is the optimizer's own code, on tensors without data
-        said = f"{type(error).__name__}: {first_line(error)}"
-        text = f"the state of {type(optimizer).__name__} counts 0 bytes, for its step needs data ({said})"
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
-        return 0
-
-
 def called_with(inputs: object) -> tuple[Any, Any]:
     """Positional and keyword arguments.
 
@@ -311,13 +325,6 @@ def called_with(inputs: object) -> tuple[Any, Any]:
         f"inputs={inputs!r} are no inputs; right would be a tensor, a tuple of the model's arguments, or a dictionary "
         "of its keyword arguments"
     )
-
-
-def _input_bytes(partition: Partition) -> int:
-    """Bytes of all storages that the forward gets: parameters, buffers and inputs."""
-    owners = nodes_by_storage(partition.forward.graph.find_nodes(op="placeholder")).values()
-    tensors = [tensor for nodes in owners if (tensor := tensor_of(nodes[0])) is not None]
-    return sum(int(hint(tensor.untyped_storage().nbytes())) for tensor in tensors)
 
 
 def _must_stay(plan: Plan) -> int:

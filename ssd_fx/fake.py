@@ -7,7 +7,9 @@ step saves, and how long its operators take.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +20,13 @@ from ssd_fx.compat import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    _disable_current_modes,
     detect_fake_mode,
     tree_leaves,
     tree_map_only,
 )
 
+PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 LARGE_BYTES = 1 << 20  # a program may compute with the values of what is smaller: indices, schedules, a batch of text
 
 
@@ -107,22 +111,35 @@ def batch_of(call: tuple[Any, Any]) -> int | None:
     return next(sizes, None)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state; of one that has none yet, those after a first step of a copy without memory."""
-    if not optimizer.state:
-        optimizer = _stepped(optimizer)
-    leaves = tree_leaves([dict(state) for state in optimizer.state.values()])
-    return sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
+def first_state(optimizer: torch.optim.Optimizer, new: Collection[torch.Tensor]) -> dict[int, int]:
+    """Bytes of the state that the next step makes for parameters that have none yet, by their ids.
+
+    A copy without memory takes that step, with one of those that are alike. No hook of a step is called.
+
+    Raises: anything, as the code of the optimizer's step runs on tensors without data.
+    """
+    asked, mode = set(map(id, new)), FakeLarge()
+    mode.fake = next((p.fake_mode for p in new if isinstance(p, FakeTensor)), mode.fake)
+    first = dict[Any, torch.Tensor]()  # of those that are alike
+    made, groups, kinds = copy.copy(optimizer), [], dict[int, Any]()
+    with _disable_current_modes(), torch.no_grad():
+        with FakeCopyMode(mode.fake):
+            for i, group in enumerate(optimizer.param_groups):
+                known = len(first)
+                for p in group["params"]:
+                    if id(p) in asked:
+                        kinds[id(p)] = kind = (i, p.shape, p.stride(), p.dtype, p.device)
+                        first[kind] = first[kind] if kind in first else copy.deepcopy(p)
+                own = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+                groups.append(own | {"params": list(first.values())[known:]})
+        made.param_groups, made.state = groups, defaultdict(dict)
+        with mode:
+            for parameter in first.values():
+                parameter.grad = torch.zeros_like(parameter)
+            inspect.unwrap(type(made).step)(made)
+    return {at: nbytes_of(made.state.get(first[kind])) for at, kind in kinds.items()}
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    mode = FakeLarge()
-    mode.fake = detect_fake_mode(parameters) or mode.fake
-    with FakeCopyMode(mode.fake):
-        made = copy.deepcopy(optimizer)
-    with mode, torch.no_grad():
-        for parameter in (p for group in made.param_groups for p in group["params"]):
-            parameter.grad = torch.zeros_like(parameter)
-        made.step()
-    return made
+def nbytes_of(tree: Any) -> int:
+    """Of all tensors in a tree; of sharded ones those of this rank."""
+    return sum(int(getattr(x, "_local_tensor", x).nbytes) for x in tree_leaves(tree) if isinstance(x, torch.Tensor))

@@ -80,6 +80,8 @@ def run(flags: argparse.Namespace) -> int:
         asked = replace(asked, memory=asked.memory or memory, drive_tbw=asked.drive_tbw or rated)
     with refusing(1):
         step = until_trained(flags.script, flags.behind, lambda gm: asked.look, options)
+        if there is not None:
+            step.there = {}  # a script's data need not be on the GPU that is not here
         found = [_of_script(step, asked) if batch is None else _of_batch(step, batch, asked) for batch in batches]
     if flags.json:
         print(json.dumps([each.details() for each in found], indent=1))
@@ -95,7 +97,8 @@ def _of_script(step: TrainingStep, asked: Asked) -> Estimate:
         FoundStep(
             step.runs,
             sum(storage.nbytes() for storage in step.inputs.values()),
-            step.optimizers,
+            step.other_bytes,
+            step.optimizers or None,
             fake.batch_of((first.args, first.kwargs)),
             layers_of(*step.models) if asked.rivals else [],
             partial(_kept, step.calls),
@@ -126,7 +129,8 @@ def _of_batch(step: TrainingStep, batch: int, asked: Asked) -> Estimate:
             "would be another batch size in the script"
         )
     (call,) = step.calls
-    return of_call(call.model, (call.args, call.kwargs), asked, batch, step.optimizers, call.looked_at)
+    given, optimizers = (call.args, call.kwargs), step.optimizers or None
+    return of_call(call.model, given, asked, batch, optimizers, call.looked_at, step.other_bytes)
 
 
 def _elsewhere(flags: argparse.Namespace) -> Hardware | None:

@@ -23,9 +23,10 @@ import torch
 from torch import fx, nn
 
 from ssd_fx import fake
-from ssd_fx.backend import NO_BACKWARD, backend
+from ssd_fx.backend import NO_BACKWARD, backend, device_of
 from ssd_fx.compat import DataDependentOutputException, _disable_current_modes, tree_leaves
 from ssd_fx.runtime.errors import first_line
+from ssd_fx.runtime.memory.gauge import storages
 from ssd_fx.runtime.stats_text import SKIPPED
 from ssd_fx.survey import Look, survey, uncompiled
 
@@ -76,6 +77,7 @@ class TrainingStep:
     calls: list[ModelCall] = field(default_factory=list)
     models: dict[Callable[..., Any], None] = field(default_factory=dict)
     inputs: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    there: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     note: str = ""
 
@@ -83,6 +85,13 @@ class TrainingStep:
     def runs(self) -> list[Any]:
         """What was found of each graph that ran, in their order."""
         return [run for call in self.calls for run in call.runs]
+
+    @property
+    def other_bytes(self) -> int:
+        """Of what the script had, beside the inputs and the state of optimizers."""
+        state = tree_leaves([list(each.state.values()) for each in self.optimizers])
+        owned = self.inputs | {x.untyped_storage()._cdata: x for x in state if isinstance(x, torch.Tensor)}
+        return sum(storage.nbytes() for at, storage in self.there.items() if at not in owned)
 
 
 class _Ended(BaseException):
@@ -129,6 +138,7 @@ class _Script:
         self._runs: list[Any] = []  # of the call that runs now
         self._known: dict[tuple[int, ...], ModelCall] = {}  # by what was found of their graphs
         self._made: dict[int, torch.UntypedStorage] = {}  # that graphs have returned, without a gradient
+        self._others = _storages("cpu")  # of who runs the script
         self._bound: dict[int, tuple[Any, Callable[..., Any]]] = {}  # what stands in for partials of our backend
 
     def stand_in(self, model: Any = None, **settings: Any) -> Any:
@@ -193,6 +203,11 @@ class _Script:
         Raises:
             _Ended: it fails behind a graph.
         """
+        if not self.called:
+            model = uncompiled(call.model)
+            own = model.parameters() if isinstance(model, nn.Module) else ()
+            there = _storages(device_of([*own, *tree_leaves((call.args, call.kwargs))]).type)
+            self.step.there = {at: storage for at, storage in there.items() if at not in self._others}
         self.called = self._calls = True
         try:
             with _disable_current_modes():
@@ -234,6 +249,11 @@ class _Script:
             self.fake,
         ):
             yield
+
+
+def _storages(device_type: str) -> dict[int, torch.UntypedStorage]:
+    """Of all tensors of the process on such a device, with and without data."""
+    return storages(fake.PLAIN, device_type)
 
 
 def _given(tensors: Any) -> dict[int, torch.UntypedStorage]:

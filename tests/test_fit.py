@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from ssd_fx import cli
 from ssd_fx.fake import LARGE_BYTES, FakeLarge
 from ssd_fx.hardware import MACHINES
+from tests import fresh
 
 TRAIN = """
 import sys, torch, ssd_fx
@@ -370,6 +372,56 @@ def test_a_step_of_several_graphs_is_that_of_training(
     assert lowest["step_s"] == pytest.approx(figures["step_s"], abs=1e-5)
     assert all_["peak_bytes"] == figures["stock_peak_bytes"]
     assert all_["written_bytes"] == 0
+
+
+TOO_LARGE = """
+import sys, torch, ssd_fx
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+        self.compiled = torch.compile(self.all, backend=ssd_fx.backend, options=OPTIONS)
+    def all(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+def optimizer():
+    if sys.argv[1] == "momentum":
+        return torch.optim.SGD(model.parameters(), momentum=0.9)
+    return torch.optim.Adam(model.parameters())
+
+OPTIONS = {"engine": "memory", "machine": "default", "min_bytes": 0, "memory": "2MiB", "inner": "aot_eager"}
+model = Model()
+inputs, tables = torch.randn(4, 1024, 512), [torch.randn(256, 1024) for _ in range(3)]
+made = optimizer() if sys.argv[1] not in ("none", "late") else None
+loss = model.compiled(inputs[0])
+if sys.argv[1] == "late":
+    made = optimizer()
+loss.backward()
+if made is not None:
+    state = [len(made.state), *(p.grad is None for p in model.parameters())]
+    assert not any(state), "nobody has stepped it"
+"""
+
+
+@pytest.mark.parametrize(("optimizer", "state"), [("Adam", 8), ("momentum", 4), ("none", 8), ("late", 8)])
+def test_what_is_too_much_is_what_training_warns_of(
+    optimizer: str, state: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the script's own tensors, and with the state of an optimizer that is or is not made yet."""
+    (folder / "train.py").write_text(TOO_LARGE)
+    assert fit("--", optimizer) == 2
+    predicted = re.search(r"none fits 2 MiB: the least is .*, ([\d.]+) MiB more; (.*)", capsys.readouterr().out)
+    done = fresh.run(TOO_LARGE, optimizer)
+    assert not done.returncode, done.stderr
+    warned = re.search(r"memory=2 MiB: .* that is ([\d.]+) MiB too much", done.stderr)
+    assert predicted
+    assert warned
+    assert float(predicted[1]) == pytest.approx(float(warned[1]), abs=0.02)
+    assert float(predicted[1]) > 8 + 3 + 4 + 4 + state - 2  # MiB: batches, tables, layers, their gradients, the state
 
 
 def test_a_report_says_what_it_does_not_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

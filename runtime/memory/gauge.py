@@ -85,23 +85,23 @@ class CpuGauge(Gauge):
         self._libraries = LIBRARIES.nbytes(self._small)
 
     def _look_for_tensors(self) -> None:
-        found: dict[int, int] = {}
-        for thing in gc.get_objects():
-            if type(thing) in (torch.Tensor, torch.nn.Parameter):
-                with suppress(RuntimeError):  # a wrapper of functionalization or vmap, which has no memory of its own
-                    _note_elsewhere(thing, found)
-                    if thing.is_leaf and thing.grad is not None:
-                        _note_elsewhere(thing.grad, found)
-        self._elsewhere = sum(found.values())
-        self._small = sum(nbytes for nbytes in found.values() if nbytes < LEAST)
+        found = storages((torch.Tensor, torch.nn.Parameter), "cpu")
+        elsewhere = [each.nbytes() for each in found.values() if not CPU_ALLOCATOR.owns(each.data_ptr())]
+        self._elsewhere = sum(elsewhere)
+        self._small = sum(nbytes for nbytes in elsewhere if nbytes < LEAST)
 
 
-def _note_elsewhere(x: torch.Tensor, found: dict[int, int]) -> None:
-    """Notes the bytes of a storage on the CPU that our allocator does not count."""
-    if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout is torch.strided:
-        storage = x.untyped_storage()
-        if not CPU_ALLOCATOR.owns(storage.data_ptr()):
-            found[storage._cdata] = storage.nbytes()
+def storages(classes: tuple[type, ...], device_type: str) -> dict[int, torch.UntypedStorage]:
+    """Those of all tensors of these classes on such a device, by their addresses."""
+    found = dict[int, torch.UntypedStorage]()
+    for thing in gc.get_objects():
+        if type(thing) in classes:
+            with suppress(RuntimeError):  # a wrapper of functionalization or vmap, which has no memory of its own
+                for x in (thing, thing.grad) if thing.is_leaf and thing.grad is not None else (thing,):
+                    if type(x) in classes and x.device.type == device_type and x.layout is torch.strided:
+                        storage = x.untyped_storage()
+                        found[storage._cdata] = storage
+    return found
 
 
 class _Seen(NamedTuple):

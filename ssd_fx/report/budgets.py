@@ -68,9 +68,10 @@ class Estimate:
         batch: the first size of the first input; None if there is none.
         saved_bytes: what the forward saves, of PyTorch's own partition.
         input_bytes: parameters, buffers and inputs of the graph.
-        state_bytes: of the optimizer.
+        state_bytes: of the optimizer. state_guessed: there is none yet, and one such as Adam is assumed.
         predictions: one for each budget.
         memory: the bytes that all tensors together may have, if asked for.
+        other_bytes: of the script's other tensors, such as its data.
         largest: the largest tensor at the lowest peak, with its module and line.
         drive_tbw: this rank's share of what the drives are rated for, in 10^12 bytes; 0 if that is not known.
         rates: where the rates behind the times come from: "measured", "typical", "typical compute", "given".
@@ -86,6 +87,8 @@ class Estimate:
     state_bytes: int
     predictions: tuple[Prediction, ...]
     memory: int | None = None
+    other_bytes: int = 0
+    state_guessed: bool = False
     drive_tbw: float = 0.0
     rates: str = "typical"
     rivals: tuple[Prediction, ...] = ()
@@ -166,6 +169,10 @@ class Estimate:
             f"optimizer state {format_bytes(self.state_bytes)}"
         )
         rates = f"times by {self.rates} rates"
+        if self.state_guessed:
+            rates += "; there is no optimizer yet, so one such as Adam counts"
+        if self.other_bytes:
+            rates += f"; other tensors of the script {format_bytes(self.other_bytes)}"
         table = aligned([_HEAD, *map(self._cells, self.rows)], _FIGURES, heads=1)
         return "\n".join([head, rates, *table, *self._lowest(), *filter(None, [self.note]), self.verdict])
 
@@ -207,15 +214,13 @@ class Estimate:
         said = (
             f"none fits {format_bytes(limit)}: the least is {format_bytes(least)}, {format_bytes(least - limit)} more; "
         )
-        said += f"parameters, buffers, inputs and the optimizer's state are {format_bytes(self._before)} of it"
+        before = self.input_bytes + self.state_bytes + self.other_bytes
+        whose = "parameters, buffers, inputs" + (", other tensors" if self.other_bytes else "")
+        said += f"{whose} and the optimizer's state are {format_bytes(before)} of it"
         largest = f"; the largest tensor at its peak is {self.largest}" if self.largest else ""
         return (
             f"{said}{largest}\na smaller batch, a loss in chunks, sharding or an optimizer with less state would help"
         )
-
-    @property
-    def _before(self) -> int:
-        return self.input_bytes + self.state_bytes
 
     def _compared(self, best: Prediction) -> Prediction | None:
         """What a reader would have expected instead: of a budget the first rival, of a rival the budget."""

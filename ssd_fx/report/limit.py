@@ -1,14 +1,21 @@
-"""Whether a step is predicted to fit a limit of memory: its parts, and the largest tensor at its peak."""
+"""Whether a step is predicted to fit a limit of memory: its parts, and the largest tensor at its peak.
+
+Said when a graph is compiled (`told`), and before training (`estimate.py`), by the same figures.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
+from ssd_fx import fake
+from ssd_fx.compat import FakeTensor
 from ssd_fx.passes.cost.footprint import both_buffers
 from ssd_fx.passes.cost.kernels import both_kernels
 from ssd_fx.passes.cost.operators import hint
@@ -18,7 +25,9 @@ from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
 from ssd_fx.passes.partitioner import About
 from ssd_fx.passes.plan import Plan, replay_of
 from ssd_fx.runtime.account import limit_of
+from ssd_fx.runtime.errors import first_line
 from ssd_fx.runtime.memory.gauge import gauge
+from ssd_fx.runtime.stats import stats
 from ssd_fx.sizes import format_bytes
 
 log = logging.getLogger("ssd_fx")
@@ -27,37 +36,66 @@ COPIES = 2  # of what is trained, which an optimizer such as Adam keeps
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a step is predicted to need at its peak, in bytes.
+    """What a graph is predicted to need, in bytes.
 
-    input_bytes: parameters, buffers and inputs of the graph. gradient_bytes: which its backward makes, and
-    trained_bytes: those of parameters. there_bytes: all tensors before the step, as counted; 0 if nothing counts them.
-    peak_bytes: the most above that, the gradients included. largest: the largest tensor then, with its module and line.
-    optimizers: those that there are.
+    input_bytes: parameters, buffers and inputs. gradient_bytes: which its backward makes, and trained_bytes: those of
+    parameters. peak_bytes: the most above what was there before it, the gradients included. largest: the largest tensor
+    then, with its module and line.
     """
 
     input_bytes: int
     gradient_bytes: int
     trained_bytes: int
-    there_bytes: int
     peak_bytes: int
     largest: str
+
+    def __str__(self) -> str:
+        rest = max(0, self.peak_bytes - self.gradient_bytes)
+        gradients = f"{format_bytes(min(self.gradient_bytes, self.peak_bytes))} of gradients"
+        return f"{gradients}, {format_bytes(rest)} of activations and workspaces at the peak"
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizers:
+    """Optimizers of a process.
+
+    names: of their classes. state_bytes: of the state that they are still to make. gradient_bytes: of the gradients
+    that are there: where they stay (`zero_grad(set_to_none=False)`), a backward makes a second set. guessed: classes
+    whose state is taken to be as large as that of Adam, and why.
+    """
+
+    names: str
+    state_bytes: int
+    gradient_bytes: int
+    guessed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What all tensors take beside what a step needs at its peak, in bytes.
+
+    input_bytes: parameters, buffers and inputs of its graphs. trained_bytes: of the parameters that get gradients.
+    there_bytes: all tensors before the step. optimizers: those that there are; None if there will be one.
+    """
+
+    input_bytes: int
+    trained_bytes: int
+    there_bytes: int
     optimizers: Optimizers | None
 
     @property
-    def before_bytes(self) -> int:
+    def level_bytes(self) -> int:
+        """Of what is there."""
         return max(self.there_bytes, self.input_bytes)
 
     @property
     def state_bytes(self) -> int:
-        """Of optimizers' state that is not there yet. If there is no optimizer, what is there beside the inputs may be
-        the state of one."""
-        if self.optimizers is not None:
-            return self.optimizers.state_bytes
-        return max(0, self.input_bytes + COPIES * self.trained_bytes - self.before_bytes)
+        """Of optimizers' state that is not there yet."""
+        return COPIES * self.trained_bytes if self.optimizers is None else self.optimizers.state_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.before_bytes + self.state_bytes + self.peak_bytes
+        return self.level_bytes + self.state_bytes
 
     def __str__(self) -> str:
         before = f"{format_bytes(self.input_bytes)} of parameters, buffers and inputs"
@@ -68,44 +106,54 @@ class Parts:
         if self.state_bytes:
             whose = "an optimizer such as Adam" if self.optimizers is None else self.optimizers.names
             before += f", {format_bytes(self.state_bytes)} of the state of {whose}"
-        rest = max(0, self.peak_bytes - self.gradient_bytes)
-        gradients = f"{format_bytes(min(self.gradient_bytes, self.peak_bytes))} of gradients"
-        return f"{before}, {gradients}, {format_bytes(rest)} of activations and workspaces at the peak"
+            if self.optimizers is not None and self.optimizers.guessed:
+                before += f" (of {' and '.join(self.optimizers.guessed)} as much as of Adam)"
+        return before
 
 
-@dataclass(frozen=True, slots=True)
-class Optimizers:
-    """The optimizers of a process that train tensors of a device.
+def optimizers_of(made: Iterable[torch.optim.Optimizer], device: torch.device | None = None) -> Optimizers | None:
+    """What there is to know of those that train something; None if there are none.
 
-    names: of their classes. state_bytes: of the state that they are still to make. gradient_bytes: of the gradients
-    that are there: where they stay (`zero_grad(set_to_none=False)`), a backward makes a second set.
+    `device`: counts only what has memory there.
     """
-
-    names: str
-    state_bytes: int
-    gradient_bytes: int
-
-
-def optimizers_of(device: torch.device) -> Optimizers | None:
-    """None if there are none yet."""
-    names, state, gradients = set[str](), dict[int, int](), dict[int, int]()  # by tensor: one may wrap another
-    # by `type`: `isinstance` asks the object, which may be a proxy of a dead one
-    for optimizer in [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]:
-        for group in optimizer.param_groups:
-            copies = int(bool(group.get("momentum"))) if isinstance(optimizer, torch.optim.SGD) else COPIES
-            for p in group["params"]:
-                if p.device.type != device.type or not p.requires_grad:
-                    continue
-                names.add(type(optimizer).__name__)
-                gradients[id(p)] = 0 if p.grad is None else _own_bytes(p.grad)
-                missing = 0 if p in optimizer.state else copies * _own_bytes(p)
-                state[id(p)] = min(missing, state.get(id(p), missing))
-    return Optimizers(" and ".join(sorted(names)), sum(state.values()), sum(gradients.values())) if names else None
+    names, guessed = set[str](), dict[str, str]()
+    state, gradients = dict[int, int](), dict[int, int]()  # by tensor: one optimizer may wrap another
+    for optimizer in made:
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if device is not None:
+            trained = [p for p in trained if p.device.type == device.type and type(p) is not FakeTensor]
+        if not trained:
+            continue
+        name = type(optimizer).__name__
+        names.add(name)
+        new = [p for p in trained if p not in optimizer.state]
+        coming, why = _first_state(optimizer, new) if new else ({}, "")
+        guessed |= {name: why} if why else {}
+        for p in trained:
+            gradients[id(p)] = 0 if p.grad is None else fake.nbytes_of(p.grad)
+            state[id(p)] = min(coming.get(id(p), 0), state.get(id(p), sys.maxsize))
+    if not names:
+        return None
+    return Optimizers(" and ".join(sorted(names)), sum(state.values()), sum(gradients.values()), guessed)
 
 
-def _own_bytes(x: torch.Tensor) -> int:
-    """Of a sharded tensor those of this rank."""
-    return int(getattr(x, "_local_tensor", x).nbytes)
+def _first_state(optimizer: torch.optim.Optimizer, new: Sequence[torch.Tensor]) -> tuple[dict[int, int], str]:
+    """Bytes of the state of tensors that have none yet, by their ids; and why they are a guess, if they are."""
+    why = _unsafe(optimizer, new)
+    if not why:
+        try:
+            return fake.first_state(optimizer, new), ""
+        except Exception as error:  # anything: it is the optimizer's own code, on tensors without data
+            why = f"its step needs data ({type(error).__name__}: {first_line(error)})"
+    return {id(p): COPIES * fake.nbytes_of(p) for p in new}, why
+
+
+def _unsafe(optimizer: torch.optim.Optimizer, new: Iterable[torch.Tensor]) -> str:
+    """Why a copy of it should not step; empty if it may. Other people's may launch kernels, or wait for other ranks."""
+    if any(type(p) not in fake.PLAIN for p in new):
+        return "what it trains is of a class of its own"
+    harmless = type(optimizer).__module__.startswith("torch.optim") or all(type(p) is FakeTensor for p in new)
+    return "" if harmless else "it is none of torch's own"
 
 
 def told(
@@ -123,25 +171,30 @@ def told(
     """
     found = gauge(device)
     if found is not None:
-        limit = limit_of(memory, ranks, found, device)
-        made = parts(partition, plan, options.roots, found.live_bytes(), optimizers_of(device))
-        over = made.total_bytes - limit
-        need = f"graph {plan.graph} is predicted to need {format_bytes(made.total_bytes)} at the least: {made}"
-        if over <= 0:
+        limit, graph = limit_of(memory, ranks, found, device), parts(partition, plan, options.roots)
+        before = Before(graph.input_bytes, graph.trained_bytes, found.live_bytes(), optimizers_here(device))
+        total = before.total_bytes + graph.peak_bytes
+        need = f"graph {plan.graph} is predicted to need {format_bytes(total)} at the least: {before}, {graph}"
+        if total <= limit:
             log.info("memory=%s: %s; it fits", format_bytes(limit), need)
         else:
             log.warning(
                 "memory=%s: %s; that is %s too much. The largest tensor at the peak is %s. Training goes on with the "
                 "lowest peak; a smaller micro-batch, a loss in chunks, sharding or an optimizer with less state would "
                 "help",
-                *(format_bytes(limit), need, format_bytes(over), made.largest or "none of the model's"),
+                *(format_bytes(limit), need, format_bytes(total - limit), graph.largest or "none of the model's"),
             )
     return about(partition, plan, options)
 
 
-def parts(
-    partition: Partition, plan: Plan, roots: tuple[str, ...], there_bytes: int, optimizers: Optimizers | None
-) -> Parts:
+def optimizers_here(device: torch.device) -> Optimizers | None:
+    """Those of this process. If it has trained without one of torch's, what is there has the state of another one."""
+    # by `type`: `isinstance` asks the object, which may be a proxy of a dead one
+    here = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return optimizers_of(here, device) or (Optimizers("", 0, 0) if stats().steps > 1 else None)
+
+
+def parts(partition: Partition, plan: Plan, roots: tuple[str, ...]) -> Parts:
     """Of a graph that is not rewritten yet, and its plan."""
     found = replay_of(plan)
     owners = nodes_by_storage(partition.forward.graph.find_nodes(op="placeholder")).values()
@@ -149,8 +202,8 @@ def parts(
     made = partition.backward.graph.output_node().all_input_nodes
     gradients = sum(_bytes(nodes[0]) for nodes in nodes_by_storage(made).values())
     lasting = sum(nbytes for node, nbytes in inputs.items() if node not in partition.activation_inputs)
-    largest, trained = largest_at(partition, found.peak_node, roots), min(gradients, lasting)
-    return Parts(sum(inputs.values()), gradients, trained, there_bytes, found.peak, largest, optimizers)
+    largest = largest_at(partition, found.peak_node, roots)
+    return Parts(sum(inputs.values()), gradients, min(gradients, lasting), found.peak, largest)
 
 
 def _bytes(node: fx.Node) -> int:
