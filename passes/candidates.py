@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ssd_fx.passes.decide import analyse
 from ssd_fx.passes.joint.collectives import communication
 from ssd_fx.passes.joint.compared import compares_again
-from ssd_fx.passes.joint.layers import between_layers, made_of
+from ssd_fx.passes.joint.layers import between_layers, made_of, reproducible
 from ssd_fx.passes.joint.recompute import CutError, Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, storage_of
@@ -83,16 +83,18 @@ def selective(joint: Joint, own: Candidate, first: Plan, options: PlanOptions) -
 
     `first`: a plan of PyTorch's own partition, with prices.
     """
+    graph, wanted = own.partition.forward.graph, between_layers(own.partition).saved | _wanted(own)
+    made = {n.name for n in graph.nodes if n.op == "call_function"}
+    maybe = made_of(made - own.partition.once(reproducible), own.partition) - wanted
+    if not maybe:
+        return None
     with _told(own, "products"):
-        wanted = _wanted(own)
-        saved = joint.least_saved(between_layers(own.partition).saved | wanted) | wanted
-        again = made_of(saved, own.partition)
-        if not again:
-            return None
-        partition = joint.partition_again(again | own.again, saved)
+        anyway = {n.name for n in own.partition.backward.graph.nodes}  # PyTorch computes that again by itself
+        partition = joint.partition_again(own.again, wanted | (made - maybe - anyway), maybe)
         if not _may_replace(own.partition, partition):
             return None
-        nodes = {n.name: n for n in own.partition.forward.graph.nodes}
+        again = frozenset(n.name for n in partition.backward.graph.nodes if n.name in maybe)
+        nodes = {n.name: n for n in graph.nodes}
         stay = {storage_of(n) for n in partition.saved}
         gone = [g.slot for g in first.groups if g.slot in first.prices and storage_of(nodes[g.base]) not in stay]
         proposal = first.with_(decisions={slot: Recompute(first.prices[slot].nodes) for slot in gone})

@@ -74,26 +74,37 @@ def between_layers(partition: Partition) -> Between:
 
 
 def made_of(saved: Collection[str], partition: Partition) -> frozenset[str]:
-    """Names of what Inductor computes within its readers, or in a loop, from `saved` and trained parameters alone, and
-    of the views of that."""
-    graph = partition.forward.graph
+    """Names of what can be computed again from `saved` and trained parameters alone."""
+    graph, may = partition.forward.graph, partition.once(reproducible)
     storages = {storage_of(n) for n in graph.nodes if n.name in saved} - {None}
-    unstable = {storage_of(n) for n in partition.caller_inputs} | changed_inputs(graph)
-    given = {n for n in graph.nodes if n.op == "placeholder" and storage_of(n) not in unstable}
-    exact, known, found = partition.once(compared), set[fx.Node](), set[str]()
+    given = {n for n in graph.nodes if n.op == "placeholder"}  # no other one is read by what is reproducible
+    known, found = set[fx.Node](), set[str]()
     for node in graph.nodes:
-        sources, key = set(node.all_input_nodes), storage_of(node)
-        is_view = key is not None and any(storage_of(n) == key for n in sources)
-        if key in storages or node.name in saved:
+        sources = set(node.all_input_nodes)
+        if storage_of(node) in storages or node.name in saved:
             known.add(node)
-        elif node.op != "call_function" or node.name in exact or (is_extern(node) and not is_view):
-            continue
-        elif sources <= known | given and may_run_twice(node) and not jumps(node):
+        elif node.name in may and sources <= known | given:
             if sources <= given:
                 given.add(node)
             else:
                 known.add(node)
                 found.add(node.name)
+    return frozenset(found)
+
+
+def reproducible(partition: Partition) -> frozenset[str]:
+    """Names of what Inductor computes within its readers, or in a loop, and of the views of that: with the same
+    arguments it has the same values in the backward."""
+    graph, exact = partition.forward.graph, partition.once(compared)
+    unstable = ({storage_of(n) for n in partition.caller_inputs} | changed_inputs(graph)) - {None}
+    found = set[str]()
+    for node in graph.nodes:
+        sources = [storage_of(n) for n in node.all_input_nodes]
+        if node.op != "call_function" or node.name in exact or not unstable.isdisjoint(sources):
+            continue
+        is_view = storage_of(node) is not None and storage_of(node) in sources
+        if (is_view or not is_extern(node)) and may_run_twice(node) and not jumps(node):
+            found.add(node.name)
     return frozenset(found)
 
 

@@ -116,8 +116,12 @@ class Joint:
             self._module = _lazy(self._module)
         return self._partition(*self._cut(self._module))
 
-    def partition_again(self, recomputed: Collection[str], saved: Collection[str]) -> Partition:
+    def partition_again(
+        self, recomputed: Collection[str], saved: Collection[str], maybe: Collection[str] = ()
+    ) -> Partition:
         """The partition whose backward computes the nodes `recomputed` again, and saves the nodes `saved` if needed.
+
+        With `maybe` it saves the fewest bytes, and computes any of these nodes again for that.
 
         A node keeps a tag that it has already. Views of a recomputed node get its tag too: to PyTorch a cut through a
         view is as cheap, and saves the same bytes. What may not run twice is no view, whatever its FakeTensor says.
@@ -139,10 +143,16 @@ class Joint:
                 _tag_to_recompute(node)
             elif node.name in saved:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            elif node.name in maybe:
+                node.meta[RECOMPUTED] = True
         for node in module.graph.nodes:
             if RECOMPUTED in node.meta and _is_seeded(node):
                 node.target = _DrawsNothing(node.target)
-        graphs = self._cut_again(module)
+        with functorch_config.patch(cse=False, **(_SPARING if maybe else {})):
+            try:
+                graphs = self._cut(module)
+            except RuntimeError as error:
+                raise CutError(str(error)) from error
         for node in itertools.chain.from_iterable(graph.graph.nodes for graph in graphs):
             if isinstance(node.target, _DrawsNothing):
                 node.target = node.target.operator
@@ -151,31 +161,6 @@ class Joint:
         partition = self._partition(*graphs)
         spread(partition)
         return partition
-
-    def least_saved(self, saved: Collection[str]) -> frozenset[str]:
-        """Names of the nodes that are saved, if the fewest bytes are for which no product is computed again.
-
-        The nodes `saved` are among them, if the backward needs them.
-
-        Raises:
-            CutError: PyTorch cannot partition it so.
-        """
-        module = _clone(self._module)
-        for node in module.graph.nodes:
-            if node.op == "call_function" and node.name in saved:
-                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
-        with functorch_config.patch(_SPARING):
-            forward, backward = self._cut_again(module)
-        made = {n.name for n in forward.graph.nodes if n.op == "call_function"}
-        return frozenset(n.name for n in backward.graph.nodes if n.op == "placeholder" and n.name in made)
-
-    def _cut_again(self, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Raises: CutError: PyTorch cannot partition it so."""
-        with functorch_config.patch(cse=False):
-            try:
-                return self._cut(module)
-            except RuntimeError as error:
-                raise CutError(str(error)) from error
 
     def _cut(self, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
         return min_cut_rematerialization_partition(module, self._inputs, **self._arguments)  # type: ignore[no-any-return]

@@ -100,7 +100,6 @@ def joint_of(first: Partition, again: Partition) -> mock.Mock:
     """Stands in for a joint graph that is partitioned so, and so from the second time on."""
     joint = mock.Mock(has_own_budget=False)
     joint.partition.return_value, joint.partition_again.return_value = first, again
-    joint.least_saved.return_value = frozenset()  # a selective checkpoint would compute nothing again
     return joint
 
 
@@ -176,8 +175,8 @@ def test_layers_that_pytorch_cannot_cut_at_are_done_without_aloud() -> None:
     between = mock.patch.object(candidates, "between_layers", return_value=Between(frozenset({"x"}), frozenset()))
     with between, pytest.warns(RuntimeWarning, match="begins no plan of graph g from its layers, .*: no"):
         assert candidates.layered(joint, own, toys.options()) is None
-    joint.least_saved.side_effect = CutError("no")
-    with between, pytest.warns(RuntimeWarning, match="begins no plan of graph g from its products, .*: no"):
+    maybe = mock.patch.object(candidates, "made_of", return_value=frozenset({"x"}))
+    with maybe, between, pytest.warns(RuntimeWarning, match="begins no plan of graph g from its products, .*: no"):
         assert candidates.selective(joint, own, Plan("g"), toys.options()) is None
 
 
