@@ -175,7 +175,7 @@ def test_layers_that_pytorch_cannot_cut_at_are_done_without_aloud() -> None:
     between = mock.patch.object(candidates, "between_layers", return_value=Between(frozenset({"x"}), frozenset()))
     with between, pytest.warns(RuntimeWarning, match="begins no plan of graph g from its layers, .*: no"):
         assert candidates.layered(joint, own, toys.options()) is None
-    maybe = mock.patch.object(candidates, "made_of", return_value=frozenset({"x"}))
+    maybe = mock.patch.object(candidates, "made_of", return_value=frozenset({"y"}))
     with maybe, between, pytest.warns(RuntimeWarning, match="begins no plan of graph g from its products, .*: no"):
         assert candidates.selective(joint, own, Plan("g"), toys.options()) is None
 
