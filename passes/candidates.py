@@ -16,7 +16,7 @@ from ssd_fx.passes.joint.compared import compares_again
 from ssd_fx.passes.joint.layers import between_layers, made_of, reproducible
 from ssd_fx.passes.joint.recompute import CutError, Joint
 from ssd_fx.passes.options import PlanOptions
-from ssd_fx.passes.partition import Partition, storage_of
+from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of
 from ssd_fx.passes.plan import Limits, Plan, Recompute, replay_of
 from ssd_fx.passes.schedule import Replay
 
@@ -93,7 +93,7 @@ def selective(joint: Joint, own: Candidate, first: Plan, options: PlanOptions) -
         partition = joint.partition_again(own.again, wanted | (made - maybe - anyway), maybe)
         if not _may_replace(own.partition, partition):
             return None
-        again = frozenset(n.name for n in partition.backward.graph.nodes if n.name in maybe)
+        again = maybe & {n.name for n in partition.backward.graph.nodes if RECOMPUTED in n.meta}
         nodes = {n.name: n for n in graph.nodes}
         stay = {storage_of(n) for n in partition.saved}
         gone = [g.slot for g in first.groups if g.slot in first.prices and storage_of(nodes[g.base]) not in stay]

@@ -10,6 +10,7 @@ without names of modules.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -103,6 +104,8 @@ def reproducible(partition: Partition) -> frozenset[str]:
         if node.op != "call_function" or node.name in exact or not unstable.isdisjoint(sources):
             continue
         is_view = storage_of(node) is not None and storage_of(node) in sources
+        if node.target is operator.getitem and node.all_input_nodes[0].name not in found:
+            continue
         if (is_view or not is_extern(node)) and may_run_twice(node) and not jumps(node):
             found.add(node.name)
     return frozenset(found)

@@ -153,11 +153,15 @@ class Joint:
                 graphs = self._cut(module)
             except RuntimeError as error:
                 raise CutError(str(error)) from error
+        inputs = {storage_of(n) for n in graphs[1].graph.find_nodes(op="placeholder")} - {None}
+        made = {n.name for n in graphs[1].graph.nodes if n.op == "call_function" and storage_of(n) not in inputs}
         for node in itertools.chain.from_iterable(graph.graph.nodes for graph in graphs):
             if isinstance(node.target, _DrawsNothing):
                 node.target = node.target.operator
             if node.name not in tagged:
                 node.meta.pop("recompute", None)
+            if node.name in maybe and node.name not in made:
+                node.meta.pop(RECOMPUTED, None)
         partition = self._partition(*graphs)
         spread(partition)
         return partition
