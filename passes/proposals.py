@@ -35,6 +35,7 @@ from ssd_fx.passes.planner.solve import BudgetError
 
 ROUNDS = 4  # proposals; each takes a short search, and a partition by PyTorch
 GAIN = 1e-2  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
+NEARER = 1e-3  # the same of the next proposal, once one was as fast as predicted: it may need less memory than it may
 SPARED = 0.1  # the share of the bytes written by which recomputing must be predicted to write less, in the same time
 
 
@@ -197,9 +198,9 @@ class Proposals:
             self._improve(options, limits, self.own, proposal, first)
         return best_within(self.found, limits)
 
-    def _is_better(self, proposal: Plan, limits: Limits) -> bool:
-        """Whether a proposal is for a better step than all that were found."""
-        return _gains(proposal, best_within(self.found, limits), EQUAL)
+    def _is_better(self, proposal: Plan, limits: Limits, gain: float = EQUAL) -> bool:
+        """Whether a proposal is for a better step than all that were found, by a share `gain`."""
+        return _gains(proposal, best_within(self.found, limits), gain)
 
     def _begin(self, options: PlanOptions, limits: Limits, base: Candidate, first: Candidate | None) -> None:
         """Look for partitions within limits from `base` on, if its proposal is better than all that were found."""
@@ -243,7 +244,8 @@ class Proposals:
                 proposal = self.propose(options, tight, saved, base)
             except BudgetError:
                 break
-            if proposal.recomputed_nodes == asked or (met and not self._is_better(proposal, limits)):
+            # PyTorch's cut may find a cheaper way than the chains, so a slower proposal may be cut into a faster plan
+            if proposal.recomputed_nodes == asked or not self._is_better(proposal, limits, NEARER if met else -GAIN):
                 break
 
     def _planned(
