@@ -32,9 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for length in (each for each in LENGTHS if each <= flags.tokens):
                 shape = (flags.tokens // length, HEADS, length, size)
                 found = compute.attention(torch.bfloat16, shape, causal)
-                cells = [
-                    f"{s * 1e3:.3f} | {rate / 1e12:.0f}" for s, rate in zip(found.seconds, found.flops, strict=True)
-                ]
+                cells = [f"{seconds * 1e3:.3f} | {rate / 1e12:.0f}" for seconds, rate in found]
                 print("|", size, "|", causal, "|", length, "|", " | ".join(cells), "|", flush=True)
         calibrated = compute.attention_flops(torch.bfloat16, size)
         print(f"calibration, heads of {size}: " + ", ".join(f"{rate / 1e12:.0f} TFLOP/s" for rate in calibrated))

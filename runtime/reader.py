@@ -20,7 +20,7 @@ from ssd_fx.runtime.engines.base import Completion, Engine, Memory, outcome
 from ssd_fx.runtime.entries import GUARD
 from ssd_fx.runtime.layout import TensorMeta, alias, is_alone, is_foreign, returned
 from ssd_fx.runtime.memory import tensors
-from ssd_fx.runtime.states import Entry, Ledger, Load, Stage, State
+from ssd_fx.runtime.states import Entry, Ledger, Load, State
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer
 
@@ -61,7 +61,7 @@ class Reader:
         if state.where != "memory":
             raise errors.donated(entry)
         load = self._from_memory(entry, layout, seq, consume, relies_on)
-        self._ledger.turn(entry, load, Stage.ASKED)
+        self._ledger.turn(entry, load, "asked")
         return load
 
     def find(self, entry: Entry, x: Tensor) -> Load:
@@ -81,7 +81,7 @@ class Reader:
         read = self._transfer(entry, landing)
         load = Load(landing, landing, read, AHEAD, stream=streams.current(entry.device))
         try:
-            self._ledger.turn(entry, load, Stage.AHEAD)
+            self._ledger.turn(entry, load, "ahead")
             counters(entry.graph).prefetched_bytes += entry.moved_bytes
             read.start()
         except BaseException:  # the load that takes it over would wait for ever for a read that never started
@@ -106,7 +106,7 @@ class Reader:
         """
         if load.read and not (isinstance(load.read, Queued) and load.read.abandon()):
             load.read.cancel()
-        self._ledger.turn(entry, load, Stage.OVER)
+        self._ledger.turn(entry, load, "over")
 
     def follow(self, entry: Entry, load: Load) -> bool:
         """Whether the device waits for a load's read, in the order of its stream, so that the host need not.
@@ -207,11 +207,11 @@ class Reader:
             out = landing if layout == entry.layout else alias(landing, layout)
         if ahead:
             ahead.out, ahead.seq, ahead.same = out, seq, same
-            self._ledger.turn(entry, ahead, Stage.ASKED)
+            self._ledger.turn(entry, ahead, "asked")
             return ahead
         read = self._transfer(entry, landing)
         load = Load(out, landing, read, seq, same)
-        self._ledger.turn(entry, load, Stage.ASKED)
+        self._ledger.turn(entry, load, "asked")
         read.start()
         return load
 

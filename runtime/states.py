@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -56,13 +56,8 @@ class State:
 WAITING = State.RESIDENT, State.ENCODING, State.WRITING
 
 
-class Stage:
-    """How far a load is."""
-
-    MADE = "made"
-    AHEAD = "ahead"  # nobody has asked for it yet
-    ASKED = "asked"  # the graph has it, and will wait for it
-    OVER = "over"
+Stage = Literal["made", "ahead", "asked", "over"]
+"""How far a load is: nobody has asked for what is read ahead; for what was asked for the graph will wait."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +71,7 @@ class Load:
     same: bool = True  # False: `out` has other strides than the stored tensor, so the elements are copied one by one
     strict: bool = False  # there is no memory to read it before the plan says
     stream: Stream | None = None  # of a prefetch: the compute stream whose memory `landing` is
-    stage: str = Stage.MADE
+    stage: Stage = "made"
     counted: int = 0  # bytes of it in the sums of the ledger
 
 
@@ -200,24 +195,24 @@ class Ledger:
         if had is not None and extent is not had:
             self._engine.free(had)
 
-    def turn(self, entry: Entry, load: Load, to: str) -> None:
+    def turn(self, entry: Entry, load: Load, to: Stage) -> None:
         """Changes how far a load is. A transfer starts behind the turn that makes it known, and ends before the last.
 
         Whoever is interrupted in between leaves it to the death of the entry.
         """
         before, was = load.stage, load.counted
-        nbytes = entry.moved_bytes if load.read and (to is Stage.AHEAD or to is Stage.ASKED) else 0
+        nbytes = entry.moved_bytes if load.read and to in ("ahead", "asked") else 0
         # No call from here on.
         self.reading_bytes += nbytes - was
-        if before is Stage.AHEAD:
+        if before == "ahead":
             self.ahead_bytes -= was
             entry.ahead = None
-        elif before is Stage.ASKED:
+        elif before == "asked":
             del entry.loads[load]
-        if to is Stage.AHEAD:
+        if to == "ahead":
             self.ahead_bytes += nbytes
             entry.ahead = load
-        elif to is Stage.ASKED:
+        elif to == "asked":
             entry.loads[load] = None
         load.counted = nbytes
         load.stage = to

@@ -24,7 +24,7 @@ from ssd_fx.runtime.memory.available import available_bytes
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.prefetch import Prefetcher
 from ssd_fx.runtime.reader import ATTEMPTS, Reader
-from ssd_fx.runtime.states import WAITING, Entry, Ledger, Stage, State
+from ssd_fx.runtime.states import WAITING, Entry, Ledger, State
 from ssd_fx.runtime.stats import counters
 from ssd_fx.runtime.writer import Writer
 
@@ -216,7 +216,7 @@ class Store:
             stall = arrival.waited_s()
         with GUARD.lock:
             if load:
-                self.ledger.turn(entry, load, Stage.OVER)
+                self.ledger.turn(entry, load, "over")
             if waits:
                 self.residency.waited(stall)
                 if not waits.strict:

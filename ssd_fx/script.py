@@ -27,7 +27,7 @@ from ssd_fx.backend import NO_BACKWARD, backend, device_of
 from ssd_fx.compat import DataDependentOutputException, _disable_current_modes, tree_leaves
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.runtime.memory.gauge import storages
-from ssd_fx.runtime.stats_text import SKIPPED
+from ssd_fx.runtime.stats import SKIPPED
 from ssd_fx.survey import Look, survey, uncompiled
 
 _BACKENDS = (backend, "ssd_fx")  # the values of torch.compile's `backend` that mean ours

@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -35,14 +34,6 @@ _LAUNCH_PER_KERNEL = 6.0
 # Inductor draws by Philox, one number at a time without vectors. Eager mode's CPU generator, a Mersenne twister, is as
 # scalar, and needs no compiler here. CPU time of a number in one thread: 15.1 ns against 5.6 ns (Xeon at 2.5 GHz).
 _PHILOX_PER_TWISTER = 2.7
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Forward and backward of fused attention: seconds, and flops per second as the roofline counts them."""
-
-    seconds: tuple[float, float]
-    flops: tuple[float, float]
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -88,14 +79,18 @@ class Compute:
         """
         shape = (8, 16, 4096, size) if self.gpu else (1, 4, 1024, size)
         try:
-            return self.attention(dtype, shape, causal=True).flops
+            (_, forward), (_, backward) = self.attention(dtype, shape, causal=True)
+            return forward, backward
         except (RuntimeError, NotImplementedError) as error:
             if out_of_memory(error):
                 raise
             return 0.0, 0.0  # no kernel for this type on this device: products stand in
 
-    def attention(self, dtype: torch.dtype, shape: tuple[int, int, int, int], causal: bool) -> Attention:
-        """Of queries, keys and values of `shape`, which is batch, heads, length, size of a head.
+    def attention(
+        self, dtype: torch.dtype, shape: tuple[int, int, int, int], causal: bool
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Of forward and backward seconds, and flops per second as the roofline counts them. `shape`: of queries, keys
+        and values: batch, heads, length, size of a head.
 
         Raises: RuntimeError, NotImplementedError: PyTorch has no fused kernel for it on this device.
         """
@@ -108,7 +103,7 @@ class Compute:
             backward_s = self.clock.typical(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
         share = causal_share(shape[2], self.device) if causal else 1.0
         flops = 4.0 * math.prod(shape) * shape[2] * share
-        return Attention((forward_s, backward_s), (flops / forward_s, 2.5 * flops / backward_s))
+        return (forward_s, flops / forward_s), (backward_s, 2.5 * flops / backward_s)
 
     def memory_bw(self) -> float:
         """Bytes per second, read and written, of the sum of two tensors that no cache holds."""

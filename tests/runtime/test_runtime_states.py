@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssd_fx.runtime import entries
-from ssd_fx.runtime.states import Entry, Ledger, Stage, State
+from ssd_fx.runtime.states import Entry, Ledger, State
 from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, around
 from tests.runtime.harness import config_json, everywhere, load, raw, release, settle, start_load, store, wait
@@ -27,13 +27,13 @@ def check(ledger: Ledger, living: list[Entry]) -> None:
         assert (entry in ledger.writing) == (entry.state in (State.ENCODING, State.WRITING)), entry.state
         assert entry.write is None or entry.state is State.WRITING, entry.state
         assert entry.moved_bytes == (entry.encoded.nbytes if entry.encoded else entry.nbytes)
-        assert all(each.stage is Stage.ASKED for each in entry.loads)
-        assert entry.ahead is None or entry.ahead.stage is Stage.AHEAD
+        assert all(each.stage == "asked" for each in entry.loads)
+        assert entry.ahead is None or entry.ahead.stage == "ahead"
     loads = [each for entry in living for each in (*entry.loads, *filter(None, [entry.ahead]))]
     assert ledger.resident_bytes == sum(entry.moved_bytes for entry in ledger.resident)
     assert ledger.writing_bytes == sum(entry.moved_bytes for entry in ledger.writing)
     assert ledger.reading_bytes == sum(each.counted for each in loads)
-    assert ledger.ahead_bytes == sum(each.counted for each in loads if each.stage is Stage.AHEAD)
+    assert ledger.ahead_bytes == sum(each.counted for each in loads if each.stage == "ahead")
 
 
 class Life:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ssd_fx.runtime import stats, stats_text
+from ssd_fx.runtime import stats
 from ssd_fx.runtime.stats import GraphStats, Stats
 
 MIB = 2**20
@@ -116,7 +116,7 @@ def test_nothing_ran() -> None:
 
 def test_every_count_of_bytes_is_explained() -> None:
     summed = {f.name.removesuffix("_bytes") for f in dataclasses.fields(GraphStats) if f.name.endswith("_bytes")}
-    assert set(stats_text._MEANING) == summed
+    assert set(stats._MEANING) == summed
 
 
 def test_numbers_for_loggers() -> None:

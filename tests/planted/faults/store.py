@@ -149,7 +149,7 @@ FAULTS = (
     ),
     Fault(
         "stall_of_all_steps",
-        "runtime/stats_text.py",
+        "runtime/stats.py",
         "1e3 * stats.stall_s / steps:.1f",
         "1e3 * stats.stall_s:.1f",
         "stats call the stall of the whole training that of one step",
@@ -185,7 +185,7 @@ FAULTS = (
         "prefetch_forgotten_before_its_end",
         "runtime/reader.py",
         "        if load.read and not (isinstance(",
-        "        self._ledger.turn(entry, load, Stage.OVER)\n        if load.read and not (isinstance(",
+        "        self._ledger.turn(entry, load, \"over\")\n        if load.read and not (isinstance(",
         "after a Ctrl-C the drive writes into memory that others have by then",
         "tests/runtime/test_runtime_learning.py::test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills",
     ),
