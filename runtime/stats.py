@@ -40,7 +40,6 @@ class GraphStats:
             each slot.
         stall_s: seconds that operators waited for I/O. Where a device waits, and no operator, it is a sample: of the
             first 16 runs each, and then of one in 16 runs.
-        in_planned_order: the share of nodes that came with a greater seq than the node before them in their run.
     """
 
     steps: int = 0
@@ -62,7 +61,6 @@ class GraphStats:
     encoded_to_bytes: int = 0
     encoding_error: float = 0.0
     stall_s: float = 0.0
-    in_planned_order: float = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -158,11 +156,6 @@ class Counters(GraphStats):
     """The counts of one graph: a fold over its nodes, its transfers, and what became of its tensors' memory."""
 
     slots: dict[int, SlotStats] = field(default_factory=dict)
-    nodes: int = 0
-    ordered: int = 0  # of these, in planned order
-    forward_seq: int = -1  # of the last node
-    backward_seq: int = -1
-    backward_first: int = 1 << 62  # the lowest seq in the backward so far: its node starts a run
 
     def begin(self, saved_bytes: int, offloaded_bytes: int) -> None:
         """Counts a forward that starts."""
@@ -170,25 +163,6 @@ class Counters(GraphStats):
         self.steps += 1
         self.saved_bytes += saved_bytes
         self.offloaded_bytes += offloaded_bytes
-        self.forward_seq = -1
-
-    def forward_node(self, seq: int) -> None:
-        """Counts a node of the forward."""
-        self.nodes += 1
-        if seq > self.forward_seq:
-            self.ordered += 1
-        self.forward_seq = seq
-
-    def backward(self, seq: int) -> None:
-        """Counts a node of the backward."""
-        if seq <= self.backward_first:
-            self.backward_first = seq
-            self.backward_seq = -1
-        self.nodes += 1
-        if seq > self.backward_seq:
-            self.ordered += 1
-        self.backward_seq = seq
-        _clock.turn()
 
     def written(self, nbytes: int, *, on_drive: bool) -> None:
         """Counts a write that ended well. `on_drive`: it went to a drive at once."""
@@ -222,9 +196,7 @@ class Counters(GraphStats):
         return found if found is not None else self.slots.setdefault(slot, SlotStats())
 
 
-_SUMMED = [
-    f.name for f in dataclasses.fields(GraphStats) if f.name not in ("steps", "encoding_error", "in_planned_order")
-]
+_SUMMED = [f.name for f in dataclasses.fields(GraphStats) if f.name not in ("steps", "encoding_error")]
 
 
 _graphs: dict[str, Counters] = {}
@@ -250,7 +222,7 @@ def slots() -> dict[str, dict[int, SlotStats]]:
 
 
 def turn() -> None:
-    """Notes that a backward runs, where no node of ours but the first does."""
+    """Notes that a backward runs."""
     _clock.turn()
 
 
@@ -292,13 +264,11 @@ def stats() -> Stats:
     It takes no lock, so a signal handler may call it.
     """
     graphs, clock = dict(_graphs), _clock
-    nodes = sum(c.nodes for c in graphs.values())
     return dataclasses.replace(
         _totals,
         **{name: sum(getattr(c, name) for c in graphs.values()) for name in _SUMMED},
         steps=clock.steps,
         encoding_error=max((c.encoding_error for c in graphs.values()), default=0.0),
-        in_planned_order=sum(c.ordered for c in graphs.values()) / nodes if nodes else 1.0,
         disk_bytes=registry.disk_bytes(),
         drive_bytes_s=clock.bytes_s(),
         step_s=clock.step_s(),
@@ -328,8 +298,7 @@ def apart() -> Iterator[None]:
 
 
 def _snapshot(c: Counters) -> GraphStats:
-    values = {f.name: getattr(c, f.name) for f in dataclasses.fields(GraphStats)}
-    return GraphStats(**values | {"in_planned_order": c.ordered / c.nodes if c.nodes else 1.0})
+    return GraphStats(**{f.name: getattr(c, f.name) for f in dataclasses.fields(GraphStats)})
 
 
 _MEANING = {

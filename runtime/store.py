@@ -320,11 +320,9 @@ class Store:
             self.account.settled()
         graph, slot, nbytes = entry.graph, entry.slot, entry.nbytes
         c = counters(graph)
-        forward = kind == "store" or kind == "release"
-        if forward:
-            c.forward_node(seq)
-        else:
-            c.backward(seq)
+        backward = kind == "load" or kind == "wait"
+        if backward:
+            stats.turn()
         if kind == "store":
             c.stores += 1
         elif kind == "load":
@@ -332,6 +330,6 @@ class Store:
             if where == "memory":
                 c.forwarded_bytes += nbytes
         if waited:
-            c.waited("write" if forward else "read", slot, waited)
+            c.waited("read" if backward else "write", slot, waited)
         live = CPU_ALLOCATOR.live_bytes
         trace.record((kind, graph, slot, seq, started, now(), nbytes, where, self.engine.name, live, waited))

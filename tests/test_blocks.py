@@ -14,6 +14,7 @@ import ssd_fx
 from ssd_fx.runtime.entries import living
 from tests import sources
 from tests.bitwise import assert_same_bits
+from tests.planned_order import assert_in_planned_order
 
 WIDTH, BATCH, BLOCKS = 64, 256, 4
 HIDDEN = BATCH * WIDTH * 4
@@ -64,7 +65,7 @@ def test_hidden_states_leave_and_come_back(tmp_path: object, inner: str) -> None
     assert stats.held_bytes == 3 * HIDDEN  # the leaf
     assert stats.wasted_bytes == 0
     assert stats.written_bytes + stats.cancelled_bytes + stats.held_bytes == stats.offloaded_bytes
-    assert stats.in_planned_order == 1.0
+    assert_in_planned_order()
 
 
 def test_reads_run_ahead_into_the_next_block(tmp_path: object) -> None:

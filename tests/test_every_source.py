@@ -14,6 +14,7 @@ import ssd_fx
 from tests import sources
 from tests.bitwise import is_same, kept, ours, prove_bitwise, run
 from tests.passes import toys
+from tests.planned_order import assert_in_planned_order
 
 
 def condition(x: Tensor, w: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ def test_toys_through_inductor(toy: toys.Toy) -> None:
     found = prove_bitwise(program, [kept(options), ours(options)], sources.ALL)
     near = is_same if toy in FUSED else partial(torch.allclose, rtol=1e-4, atol=1e-5, equal_nan=True)
     assert all(near(a, b) for a, b in zip(found, other_code, strict=True))
-    assert ssd_fx.stats().in_planned_order == 1.0
+    assert_in_planned_order()
 
 
 def patched(array: Tensor, index: Tensor, w: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ssd_fx
 from tests.bitwise import Compile, kept, ours, prove_bitwise
+from tests.planned_order import assert_in_planned_order
 
 
 class Concatenated(nn.Module):
@@ -153,4 +154,4 @@ def test_inductor(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     options = {"dirs": [str(tmp_path)], "min_bytes": 0}
     prove_bitwise(partial(gradients, make, 2), [kept(options), ours(options)])
     assert ssd_fx.stats().stores > 0
-    assert ssd_fx.stats().in_planned_order == 1.0
+    assert_in_planned_order()

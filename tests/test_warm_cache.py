@@ -47,7 +47,7 @@ while ssd_fx.stats().disk_bytes and time.perf_counter() < until:
 disk.append(ssd_fx.stats().disk_bytes)
 print(json.dumps({"disk": disk, "graphs": sorted(stats.graphs),
                   "passes": len(runs), "sums": sums, "stores": stats.stores, "saved": stats.saved_bytes,
-                  "written": stats.written_bytes + stats.cancelled_bytes, "order": stats.in_planned_order}))
+                  "written": stats.written_bytes + stats.cancelled_bytes}))
 """
 
 

@@ -16,6 +16,7 @@ from tests import bitwise, sources
 from tests.bitwise import Compile, close, kept, ours, prove_bitwise, stock
 from tests.compatibility import Result, Section, record
 from tests.faults.toys import settle
+from tests.planned_order import assert_in_planned_order
 
 Loop = Callable[[Compile], list[Tensor]]  # a program (tests/bitwise.py) that trains a model of its own
 
@@ -116,4 +117,4 @@ def assert_all_read_back(stats: ssd_fx.Stats) -> None:
     """Of a loop that settles before every backward: what leaves is written and read, but for leaves, which stay."""
     assert 0 < stats.read_bytes == stats.written_bytes == stats.offloaded_bytes - stats.held_bytes
     assert stats.loads == stats.stores
-    assert stats.in_planned_order == 1.0
+    assert_in_planned_order()

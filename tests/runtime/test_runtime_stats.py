@@ -72,8 +72,7 @@ def test_the_present_speed(monkeypatch: pytest.MonkeyPatch) -> None:
             now[0] += seconds / 4
         counters.drive_bytes += written // 2
         stats.moved(written - written // 2)
-        for seq in range(3):
-            counters.backward(seq)
+        stats.turn()
         now[0] += seconds / 4
 
     step(1000.0, 10)

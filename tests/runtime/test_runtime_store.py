@@ -16,8 +16,9 @@ from ssd_fx.runtime.engines.base import Copy
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.states import State
-from ssd_fx.runtime.stats import counters, reset_stats, slots, stats
+from ssd_fx.runtime.stats import reset_stats, slots, stats
 from ssd_fx.runtime.stores import get_store
+from tests import planned_order
 from tests.runtime.engines import DelayedEngine, WritesOnDemand, around
 from tests.runtime.harness import (
     CPU,
@@ -480,7 +481,8 @@ def test_random_completion_order_over_many_steps(tmp_path):
             assert (wait(y, h, seq=2 * seq + 1) == value).all()
         del kept, h
     s = stats()
-    assert (s.steps, s.stores, s.loads, s.in_planned_order) == (6, 72, 72, 1.0)
+    assert (s.steps, s.stores, s.loads) == (6, 72, 72)
+    planned_order.assert_in_planned_order()
     assert entries.living() == []
 
 
@@ -608,14 +610,8 @@ def test_interrupts_anywhere_in_the_writer_leave_nothing_counted(config):
 )
 def test_planned_order(forward, backward, share):
     """Every run is judged by itself: begin starts a forward, the lowest seq a backward."""
-    c = counters("g")
-    for _ in range(3):
-        c.begin(0, 0)
-        for seq in forward:
-            c.forward_node(seq)
-        for seq in backward:
-            c.backward(seq)
-    assert stats().in_planned_order == stats().graphs["g"].in_planned_order == share
+    run = [("begin", -1), *(("store", seq) for seq in forward), *(("load", seq) for seq in backward)]
+    assert planned_order.share(("g", kind, seq) for kind, seq in 3 * run) == share
 
 
 def test_trace(config):

@@ -185,7 +185,7 @@ FAULTS = (
         "prefetch_forgotten_before_its_end",
         "runtime/reader.py",
         "        if load.read and not (isinstance(",
-        "        self._ledger.turn(entry, load, \"over\")\n        if load.read and not (isinstance(",
+        '        self._ledger.turn(entry, load, "over")\n        if load.read and not (isinstance(',
         "after a Ctrl-C the drive writes into memory that others have by then",
         "tests/runtime/test_runtime_learning.py::test_no_signal_lets_a_read_ahead_outlive_the_memory_that_it_fills",
     ),
