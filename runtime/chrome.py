@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,16 +72,9 @@ def read(path: str | os.PathLike[str]) -> Exported:
     slots = {
         graph: {int(s): stats.SlotStats(**each) for s, each in own.items()} for graph, own in ours["slots"].items()
     }
-    spans = [each for each in found["traceEvents"] if each.get("ph") == "X" and each.get("cat") == _OURS]
-    events = [_event(each) for each in spans if each["args"]["where"] in _PLACES]
+    spans = [each["args"] for each in found["traceEvents"] if each.get("ph") == "X" and each.get("cat") == _OURS]
+    events = [trace.Event(**each) for each in spans if each["where"] in _PLACES]
     return Exported(ours["plans"], stats.Stats(**known), slots, events)
-
-
-def _event(span: Mapping[str, Any]) -> trace.Event:
-    args, started = span["args"], span["ts"] / 1e6
-    moved = args["bytes"], args["where"], args["engine"], args["live"], args["waited"], args["step"]
-    kind, times = span["name"].partition(" ")[0], (started, started + span["dur"] / 1e6)
-    return trace.Event(kind, args["graph"], args["slot"], args["seq"], *times, *moved)
 
 
 def _read(profile: str | os.PathLike[str]) -> dict[str, Any]:
@@ -108,20 +100,18 @@ def _chrome(events: list[tuple[str, trace.Event]], base_ns: int) -> list[dict[st
     free_at: dict[str, float] = {}
     made = []
     for ops, event in sorted(events, key=lambda each: each[1].started):
-        kind, graph, slot, seq, started, ended, nbytes, where, engine, live, waited, step = event
+        kind, slot, started = event.kind, event.slot, event.started
         row = _free_row(kind, started, free_at) if kind in _TRANSFERS else ops
-        free_at[row] = ended
-        rows.setdefault(row, _FIRST_ROW + len(rows))
-        name = f"{kind} {plans.where(graph, slot) or f'slot {slot}'}" if slot >= 0 else kind
-        args = {"graph": graph, "slot": slot, "seq": seq, "bytes": nbytes, "where": where, "engine": engine}
-        args |= {"live": live, "waited": waited, "step": step}
-        span = {"ts": (started * 1e9 + ahead_ns) / 1e3, "dur": (ended - started) * 1e6}
-        made.append({"ph": "X", "cat": _OURS, "name": name, "pid": os.getpid(), "tid": rows[row], **span, "args": args})
-        if live:
-            memory = {"name": "large CPU tensors", "args": {"bytes": live}}
+        free_at[row] = event.ended
+        name = f"{kind} {plans.where(event.graph, slot) or f'slot {slot}'}" if slot >= 0 else kind
+        of = {"pid": os.getpid(), "tid": rows.setdefault(row, _FIRST_ROW + len(rows)), "args": event._asdict()}
+        span = {"ts": (started * 1e9 + ahead_ns) / 1e3, "dur": (event.ended - started) * 1e6}
+        made.append({"ph": "X", "cat": _OURS, "name": name, **of, **span})
+        if event.live:
+            memory = {"name": "large CPU tensors", "args": {"bytes": event.live}}
             made.append({"ph": "C", "cat": _OURS, "pid": os.getpid(), "ts": span["ts"] + span["dur"], **memory})
-    of = {"ph": "M", "name": "thread_name", "pid": os.getpid()}
-    return [*(of | {"tid": number, "args": {"name": f"ssd_fx {row}"}} for row, number in rows.items()), *made]
+    named = {"ph": "M", "name": "thread_name", "pid": os.getpid()}
+    return [*(named | {"tid": number, "args": {"name": f"ssd_fx {row}"}} for row, number in rows.items()), *made]
 
 
 def _free_row(kind: str, started: float, free_at: dict[str, float]) -> str:

@@ -39,7 +39,7 @@ def test_every_event_with_its_times_and_place(config, tmp_path):
         assert event["pid"] == os.getpid()
         assert before <= event["ts"] <= event["ts"] + event["dur"] <= after
         assert event["args"]["engine"] == "posix"
-        assert event["args"]["bytes"] == 4 * N
+        assert event["args"]["nbytes"] == 4 * N
 
 
 def test_transfers_that_overlap_have_rows_of_their_own(tmp_path):
