@@ -1,4 +1,4 @@
-"""Compiles native code once, into the user's cache."""
+"""Compiles native code once, into the user's cache. Files come there whole."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -45,6 +46,18 @@ def compile_library(target: Path, compiler: str, arguments: Sequence[str]) -> No
         command = [compiler, "-O2", "-shared", "-fPIC", "-pthread", *arguments, "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
         os.replace(built, target)
+
+
+def replace_text(target: Path, text: str) -> None:
+    """Writes a file in one move: a reader sees the old one or the new one. An error leaves nothing behind."""
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, target)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 def failure(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ssd_fx.backend import check_options, within_ours
 from ssd_fx.compat import is_within_checkpoint, skip_code, tree_leaves
+from ssd_fx.config import Config
 from ssd_fx.runtime import errors, stats
 from ssd_fx.runtime.layout import is_parameter
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
@@ -81,7 +82,7 @@ def _uncompiled(
 ) -> T:
     if not torch.is_grad_enabled() or is_within_checkpoint():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)  # type: ignore[no-any-return]
-    arguments = _Arguments(_settings(options), args)
+    arguments = _Arguments(*_settings(options), args)
     with saved_tensors_hooks(arguments.pack, _unpack):
         made = torch_checkpoint(_marked(function), *args, use_reentrant=False, **kwargs)
     arguments.learn(made)
@@ -101,26 +102,17 @@ def _marked(function: Callable[..., T]) -> Callable[..., T]:
     return called
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Options, ready for the runtime. `config`: the JSON in its operators."""
-
-    config: str
-    min_bytes: int
-    cpu_allocator: bool
-
-
-def _settings(options: Mapping[str, Any] | None) -> _Settings:
-    """Raises: what `check_options` raises."""
+def _settings(options: Mapping[str, Any] | None) -> tuple[Config, str]:
+    """All options, and as the JSON in the runtime's operators. Raises: what `check_options` raises."""
     found = _known.get(repr(options))
     if found is None:
         config = check_options(options)
         stats.rated(config.own_drive_tbw)
-        found = _known[repr(options)] = _Settings(config.runtime_json(), config.min_bytes, config.cpu_allocator)
+        found = _known[repr(options)] = config, config.runtime_json()
     return found
 
 
-_known: dict[str, _Settings] = {}
+_known: dict[str, tuple[Config, str]] = {}
 """By the options as text."""
 
 
@@ -147,8 +139,9 @@ class _Kept:
 class _Arguments:
     """The arguments of one checkpoint, while PyTorch saves them."""
 
-    def __init__(self, settings: _Settings, args: tuple[Any, ...]) -> None:
-        self._settings = settings
+    def __init__(self, options: Config, config: str, args: tuple[Any, ...]) -> None:
+        self._config = config
+        self._least = max(options.min_bytes, 1)
         self._seq = itertools.count()
         tensors = [x for x in args if isinstance(x, Tensor)]
         leaving = [x for x in tensors if self._leaves(x)]
@@ -158,11 +151,11 @@ class _Arguments:
             return
         self._graph = self._name
         device = leaving[0].device
-        if settings.cpu_allocator and device.type == "cpu":
+        if options.cpu_allocator and device.type == "cpu":
             CPU_ALLOCATOR.install()
         saved, offloaded = (sum(x.nbytes for x in some) for some in (tensors, leaving))
         with torch.no_grad():
-            ops.begin_(torch.empty(0, dtype=torch.int64, device=device), settings.config, self._graph, saved, offloaded)
+            ops.begin_(torch.empty(0, dtype=torch.int64, device=device), config, self._graph, saved, offloaded)
 
     def learn(self, made: object) -> None:
         """A checkpoint of frozen modules is never computed again, so in the next step nothing of it is stored."""
@@ -176,16 +169,14 @@ class _Arguments:
             return _Kept(x, x._version)
         number = next(self._seq)
         with torch.no_grad():
-            handle = ops.store(x, self._settings.config, self._graph, number, 2 * number)
+            handle = ops.store(x, self._config, self._graph, number, 2 * number)
             # whoever writes into it from here on changes its version, which the load compares
             ops.wait_store_(handle, x, 2 * number + 1, True)
         return _Stored(handle, x.shape, x.stride(), x.dtype, x.device, 2 * number)
 
     def _leaves(self, x: Tensor) -> bool:
         plain = type(x) is Tensor and x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x.is_quantized)
-        return (
-            plain and x.device.type != "meta" and x.nbytes >= max(self._settings.min_bytes, 1) and not is_parameter(x)
-        )
+        return plain and x.device.type != "meta" and x.nbytes >= self._least and not is_parameter(x)
 
 
 def _unpack(saved: _Stored | _Kept) -> Tensor:

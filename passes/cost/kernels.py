@@ -3,7 +3,7 @@
     mm -> add -> gelu -> mm         add lives in registers: one kernel computes it with gelu
       \\                            mm, gelu are buffers: what a library call or the caller reads, somebody must write
 
-Inductor decides that later, by rules that are guessed here. Both the time (`traffic.py`) and the memory
+Inductor decides that later, by rules that are guessed here. Both the time (`roofline.py`) and the memory
 (`footprint.py`) of a graph are predicted from this guess.
 """
 

@@ -4,13 +4,18 @@
     fused       bytes that its kernel reads and writes because of it, special functions and random numbers
     view        nothing
 
-The figures only place nodes; a wrong one costs a stall or some memory, never a wrong value.
+    mm -> mul -> add -> mm      mul reads mm; add, of the same kernel, is written for the second mm
+            \\-> sum             sum reads mul in registers, and is written
+
+A kernel reads each storage once, and writes what another kernel or the caller reads. The figures only place nodes; a
+wrong one costs a stall or some memory, never a wrong value.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -20,7 +25,6 @@ from ssd_fx.compat import tree_map
 from ssd_fx.passes.cost.kernels import Kernels, both_kernels, count
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.cost.operators import has_flops, hint, is_attention, operator_of
-from ssd_fx.passes.cost.traffic import Traffic, traffic
 from ssd_fx.passes.partition import Partition, arguments_of, called, tensors_of
 from ssd_fx.passes.plan import Launches, Plan
 
@@ -55,6 +59,16 @@ _SPECIAL: dict[object, float] = {
     aten._log_softmax: 0.3,
 }
 _RANDOM = (prims.inductor_random, aten.native_dropout, aten.rand, aten.randn, aten.bernoulli, aten.rand_like)
+
+
+@dataclass
+class Traffic:
+    """What one node adds: bytes read and written, the kernels that begin with it, and how often it is computed."""
+
+    read: int = 0
+    written: int = 0
+    first: int = 0
+    times: int = 1
 
 
 def time(partition: Partition, plan: Plan, *, machine: Machine) -> Plan:
@@ -156,3 +170,30 @@ def _bias_s(node: fx.Node, machine: Machine) -> float:
 def _special_s(node: fx.Node, machine: Machine) -> float:
     each = machine.random_s if operator_of(node) in _RANDOM else machine.erf_s * _SPECIAL.get(operator_of(node), 0.0)
     return max(map(count, tensors_of(node)), default=0) * each
+
+
+def traffic(kernels: Kernels) -> dict[fx.Node, Traffic]:
+    """An entry for every node that is computed."""
+    found = {n: Traffic() for n, computed in zip(kernels.nodes, kernels.computes, strict=True) if computed}
+    begun = set[int]()
+    read = set[tuple[int, int]]()  # a storage, and a kernel that has read it
+    written = {key for arg in kernels.nodes[-1].all_input_nodes for key in kernels.storages[kernels.index[arg]]}
+    for node, one in found.items():
+        i = kernels.index[node]
+        inside = kernels.kernels(i)
+        one.times = len(inside)
+        if node.all_input_nodes:  # a constant begins no kernel
+            one.first = len(inside - begun)
+            begun |= inside
+        for key, nbytes in kernels.reads[i].items():
+            others = {k for k in inside if k != kernels.kernel.get(kernels.maker[key])}
+            new = {(key, k) for k in others} - read
+            one.read += nbytes * len(new)
+            read |= new
+            if others:
+                written.add(key)
+    for key in written & kernels.maker.keys():
+        node = kernels.nodes[kernels.maker[key]]
+        if node in found:
+            found[node].written += kernels.storages[kernels.maker[key]][key]
+    return found

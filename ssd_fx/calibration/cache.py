@@ -25,7 +25,7 @@ import torch
 
 from ssd_fx.options import Options
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.runtime.build import cache_home
+from ssd_fx.runtime.build import cache_home, replace_text
 
 _VERSION = 8  # rises when something is measured otherwise, so that figures of before are not used
 _TRIED_S = 600.0  # what could not be measured is not tried again for so long, by any process
@@ -98,7 +98,9 @@ def exclusive() -> Iterator[dict[str, Entry]]:
         yield entries
         if file and entries != before:
             try:
-                _write(file, entries)
+                measured = {key: asdict(entry) for key, entry in entries.items()}
+                text = json.dumps({"version": _VERSION, "measured": measured}, indent=1, sort_keys=True)
+                replace_text(file, text)
             except OSError as error:
                 _warn_unkept(error)
 
@@ -163,16 +165,3 @@ def _in_turn(file: Path, flags: int) -> Iterator[None]:
 def _warn_unkept(error: OSError) -> None:
     text = f"ssd_fx cannot keep the machine's rates ({error}), and measures them in every process"
     warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-
-def _write(file: Path, entries: Mapping[str, Entry]) -> None:
-    """Write the file in one move: a reader sees the old one or the new one."""
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as made:
-        try:
-            measured = {key: asdict(entry) for key, entry in entries.items()}
-            json.dump({"version": _VERSION, "measured": measured}, made, indent=1, sort_keys=True)
-            made.flush()
-            os.replace(made.name, file)
-        except BaseException:
-            os.unlink(made.name)
-            raise

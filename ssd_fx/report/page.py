@@ -6,7 +6,6 @@ npm), which draws. All of it and the data are put into one text.
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
 import os
@@ -20,6 +19,7 @@ from ssd_fx.report.model import Facts
 from ssd_fx.report.text import FEW, lines
 from ssd_fx.report.timeline import UNKNOWN, Span, Timeline, thinned
 from ssd_fx.report.unfreed import asked, holders, loud
+from ssd_fx.runtime.build import replace_text
 
 POINTS = 1500  # of a curve
 HEIGHT = 900  # pixels of the page in a notebook
@@ -52,20 +52,9 @@ def save(known: Facts, path: str | Path) -> None:
         if target.exists() and not target.is_file():
             target.write_text(text, encoding="utf-8")  # an error for a directory
         else:
-            _replace(Path(os.path.realpath(target)), text)  # a link stays one
+            replace_text(Path(os.path.realpath(target)), text)  # a link stays one
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None  # not where the link leads, nor the part
-
-
-def _replace(target: Path, text: str) -> None:
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, target)
-    except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
 
 
 def framed(known: Facts) -> str:

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ssd_fx.passes.cost import roofline
 from ssd_fx.passes.cost.kernels import Kernels
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.cost.traffic import Traffic, traffic
+from ssd_fx.passes.cost.roofline import Traffic, traffic
 
 aten = torch.ops.aten
 # 1 byte is 1 ns, 1 flop is 1 ps.

@@ -15,7 +15,7 @@ from torch._inductor import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.passes.cost.kernels import Kernels
-from ssd_fx.passes.cost.traffic import traffic
+from ssd_fx.passes.cost.roofline import traffic
 from tests.passes import real_graphs
 from tests.passes.lowered import Lowered, lower, lower_alone
 
