@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -115,43 +114,30 @@ def _rates(directories: Sequence[str]) -> Iterator[Finding]:
     except (OSError, ValueError) as error:
         yield Finding("rates", f"{cache.path()} is of no use ({error})", "warn")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    compute, drives = cache.compute_key(device), _disk_keys(directories, device)
-    for key in dict.fromkeys((compute, *drives)):
-        if key in known:
-            section, _, what = key.partition(" ")
-            lines = "".join(f"\n{'':12}{line}" for line in described(known[key]))
-            yield Finding(section, f"{_hardware(what)}{lines}", figures=known[key])
-    others = len(known.keys() - {compute, *drives})
+    compute, drives = cache.compute_key(device), _disks(directories, device)
+    threads = torch.get_num_threads()
+    here = {compute: f"{threads} thread{'' if threads == 1 else 's'}, torch {torch.__version__}"} | drives
+    for key in [key for key in here if key in known]:
+        lines = "".join(f"\n{'':12}{line}" for line in described(known[key]))
+        yield Finding(key.partition(" ")[0], f"{here[key]}{lines}", figures=known[key])
+    others = len(known.keys() - here.keys())
     if others:
         says = f"{others} more are kept, of other directories, threads, options or versions: {cache.path()}"
         yield Finding("rates", says, figures={"others": others})
-    of = [] if compute in known else [f"compute ({_threads(torch.get_num_threads())})"]
-    of += [] if known.keys() >= {*drives} else ["drives"]
+    of = [] if compute in known else [f"compute ({here[compute]})"]
+    of += [] if known.keys() >= drives.keys() else ["drives"]
     if of and Config.make().machine == "auto":
         says = f"those of {' and '.join(of)} are typical ones, not measured on this machine"
         right = "`ssd-fx calibrate DIR` measures them, best when nothing else runs; the first compilation tries to"
         yield Finding("rates", says, "warn", right)
 
 
-def _disk_keys(directories: Sequence[str], device: torch.device) -> list[str]:
-    """Those of the directories that exist, each by itself; of the default ones together if none is named."""
+def _disks(directories: Sequence[str], device: torch.device) -> dict[str, str]:
+    """What is measured of the directories that exist, each by itself, or of the default ones, by the key of the cache."""
     asked = [{"dirs": [each]} for each in directories if os.path.isdir(each)] if directories else [{}]
-    return [cache.disk_key(parse(Config.make(options).runtime_json()), device) for options in asked]
-
-
-def _hardware(key: str) -> str:
-    """A key of the cache in words."""
-    try:
-        what = json.loads(key)
-        device = what["cpu"] if what["device"] == "cpu" else f"{what['device']} on {what['cpu']}"
-        says = f"{device}, {_threads(what['threads'])} on {what['cores']} cores"
-        if "drives" not in what:
-            return f"{says}, torch {what['torch']}"
-        unchecked = "" if what["checksums"] else " without checksums"
-        return f"{' '.join(what['drives']) or 'memory'} by engine {what['engine']}{unchecked}, {says}"
-    except (ValueError, LookupError, TypeError):  # a file that somebody wrote by hand
-        return key[:100]
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'' if count == 1 else 's'}"
+    configs = [Config.make(options) for options in asked]
+    return {
+        cache.disk_key(parse(config.runtime_json()), device): f"{' '.join(config.dirs)} by engine {config.engine}"
+        + ("" if config.checksums else " without checksums")
+        for config in configs
+    }
