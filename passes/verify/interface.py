@@ -25,14 +25,11 @@ Layout = tuple[str, ...] | None  # shape, strides, dtype, device, lazy bits
 class Before:
     """Both graphs before the rewrite.
 
-    `outputs`: names of the outputs that the caller sees. `unpaired`: saved outputs without a backward placeholder of
-    their name. An example is the state of a random generator, which PyTorch names differently in the two graphs.
-    `tangents`: the backward's inputs that are no saved tensors. `reads`: which nodes read which saved tensor.
+    `unpaired`: saved outputs without a backward placeholder of their name. An example is the state of a random
+    generator, which PyTorch names differently in the two graphs. `reads`: which nodes read which saved tensor.
     """
 
-    outputs: tuple[str, ...]
     unpaired: frozenset[str]
-    tangents: tuple[str, ...]
     forward: Facts
     backward: Facts
     reads: Reads
@@ -40,13 +37,8 @@ class Before:
     @staticmethod
     def of(partition: Partition) -> Before:
         placeholders = partition.bwd_placeholders
-        return Before(
-            _outputs(partition),
-            frozenset(n.name for n in partition.saved if n.name not in placeholders),
-            _tangents(partition),
-            *_facts(partition),
-            Reads.of(partition),
-        )
+        unpaired = frozenset(n.name for n in partition.saved if n.name not in placeholders)
+        return Before(unpaired, *_facts(partition), Reads.of(partition))
 
     def verify(self, partition: Partition, *, copied: bool = False) -> None:
         """Check that nothing changed.
@@ -56,13 +48,12 @@ class Before:
         Raises:
             VerifyError: something changed.
         """
-        outputs = _outputs(partition)
-        require(outputs == self.outputs, "an output of the model changed", "insert", partition.fwd_output)
         forward, backward = _facts(partition)
-        require(forward.inputs == self.forward.inputs, "an input of the forward changed", "insert")
-        tangents = _tangents(partition)
-        text = f"the backward's inputs that are no saved tensors are {tangents}, were {self.tangents}"
-        require(tangents == self.tangents, text, "insert")
+        same = forward.outputs == self.forward.outputs
+        require(same, "an output of the model changed", "insert", partition.fwd_output)
+        for name, old, new in (("forward", self.forward, forward), ("backward", self.backward, backward)):
+            text = f"the {name}'s own inputs are {new.inputs}, were {old.inputs}"
+            require(new.inputs == old.inputs, text, "insert")
         _verify_nodes(partition.forward.graph, self.forward, forward, strides=True)
         _verify_ends("forward", self.forward, forward)
         _verify_nodes(partition.backward.graph, self.backward, backward, strides=not copied)
@@ -112,8 +103,9 @@ def _same(a: Layout, b: Layout, strides: bool) -> bool:
 class Facts:
     """What is compared of one graph.
 
-    `values` and `arguments`: layouts, by name of the node. `outputs`, `results`: names and layouts of the outputs that
-    are no saved tensors. `aliases`: by input or output, the first one of the same storage.
+    `inputs`: names of all but those that receive saved tensors. `values` and `arguments`: layouts, by name of the node.
+    `outputs`, `results`: names and layouts of the outputs that are no saved tensors. `aliases`: by input or output, the
+    first one of the same storage.
     """
 
     inputs: tuple[str, ...]
@@ -124,18 +116,19 @@ class Facts:
     aliases: Mapping[str, str]
 
     @staticmethod
-    def of(module: fx.GraphModule, results: int | None) -> Facts:
-        """`results`: how many outputs are no saved tensors; None: all."""
+    def of(module: fx.GraphModule, results: int | None, saved: Iterable[fx.Node] = ()) -> Facts:
+        """`results`: how many outputs are no saved tensors; None: all. `saved`: what it may receive."""
         nodes = [n for n in module.graph.nodes if n.op != "output"]
         inputs = [n for n in nodes if n.op == "placeholder"]
         outputs: Any = module.graph.output_node().args[0]
         outputs = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+        received = {n.name for n in saved}
         ends = [(f"input {n.name}", n) for n in inputs]
         for i, n in enumerate(outputs):
             if isinstance(n, fx.Node):
                 ends.append((f"output {n.name if results is not None and i >= results else i}", n))
         return Facts(
-            tuple(n.name for n in inputs),
+            tuple(n.name for n in inputs if n.name not in received),
             {n.name: layout(n) for n in nodes},
             {n.name: tuple(layout(a) for a in arguments(n)) for n in nodes},
             tuple(str(n) for n in outputs[:results]),
@@ -156,17 +149,9 @@ def layout(node: object) -> Layout:
     return (*sizes, str(tensor.dtype), str(tensor.device), *conj, *neg)
 
 
-def _outputs(partition: Partition) -> tuple[str, ...]:
-    return tuple(n.name for n in partition.caller_outputs)
-
-
 def _facts(partition: Partition) -> tuple[Facts, Facts]:
-    return Facts.of(partition.forward, partition.num_fwd_outputs), Facts.of(partition.backward, None)
-
-
-def _tangents(partition: Partition) -> tuple[str, ...]:
-    saved = {n.name for n in partition.saved}
-    return tuple(n for n in partition.bwd_placeholders if n not in saved)
+    forward = Facts.of(partition.forward, partition.num_fwd_outputs)
+    return forward, Facts.of(partition.backward, None, partition.saved)
 
 
 def _aliases(ends: Iterable[tuple[str, fx.Node]]) -> dict[str, str]:

@@ -133,7 +133,7 @@ def _rates(directories: Sequence[str]) -> Iterator[Finding]:
 
 
 def _disks(directories: Sequence[str], device: torch.device) -> dict[str, str]:
-    """What is measured of the directories that exist, each by itself, or of the default ones, by the key of the cache."""
+    """What is measured of each directory that exists, or of the default ones, by the key of the cache."""
     asked = [{"dirs": [each]} for each in directories if os.path.isdir(each)] if directories else [{}]
     configs = [Config.make(options) for options in asked]
     return {
