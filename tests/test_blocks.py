@@ -8,32 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import ssd_fx
 from ssd_fx.runtime.entries import living
 from tests import sources
 from tests.bitwise import assert_same_bits
+from tests.models import Residual
 from tests.planned_order import assert_in_planned_order
 
 WIDTH, BATCH, BLOCKS = 64, 256, 4
 HIDDEN = BATCH * WIDTH * 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 def blocks(tmp_path: object, inner: str = "aot_eager", **options: Any) -> list[Any]:
     torch.manual_seed(0)
     options = {"dirs": [str(tmp_path)], "min_bytes": HIDDEN, "allow_tmpfs": True, "inner": inner} | options
-    return [torch.compile(Block(), backend=ssd_fx.backend, options=options) for _ in range(BLOCKS)]
+    return [torch.compile(Residual(WIDTH, 2), backend=ssd_fx.backend, options=options) for _ in range(BLOCKS)]
 
 
 def step(model: list[Any], keep: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
@@ -100,7 +90,7 @@ def test_a_hidden_state_that_is_changed_in_place(tmp_path: object, source: str) 
     """The same error as in eager mode (no source), whether the write was done, or had begun, or not."""
     torch.manual_seed(0)
     with sources.SOURCES[source].forced() if source else nullcontext({}) as options:
-        model = blocks(tmp_path, **options) if source else [Block() for _ in range(BLOCKS)]
+        model = blocks(tmp_path, **options) if source else [Residual(WIDTH, 2) for _ in range(BLOCKS)]
         x = model[0](torch.randn(BATCH, WIDTH))
         y = model[1](x)
         stored = [entry for entry in living() if entry.ptr == x.data_ptr()]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch.utils.checkpoint import CheckpointPolicy, set_checkpoint_early_stop
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ssd_fx
@@ -25,6 +25,7 @@ from ssd_fx.runtime.states import Entry
 from tests import sources
 from tests.bitwise import assert_same_bits, prove_bitwise, run
 from tests.faults.toys import settle
+from tests.passes import toys
 
 WIDTH, ROWS = 32, 64
 Region = Callable[..., Any]  # `checkpoint` with its options given
@@ -113,11 +114,7 @@ def without_early_stop(region: Region) -> list[Tensor]:
 
 
 def selective(region: Region) -> list[Tensor]:
-    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        saved = op == torch.ops.aten.addmm.default
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
+    contexts = toys.choosing({torch.ops.aten.addmm.default: CheckpointPolicy.MUST_SAVE})
     return trained(lambda net, x: net(partial(region, context_fn=contexts), x))
 
 

@@ -16,12 +16,14 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
 import ssd_fx
 from ssd_fx import Config
 from tests.bitwise import assert_same_bits
 from tests.inductor import graphs_cached_in
+from tests.models import Named, NamedBlock
+from tests.passes import toys
 
 INNERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -242,17 +244,9 @@ def test_the_compile_cache_tells_marks_apart(options: dict[str, object], tmp_pat
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_must_cpu_offload_trains_as_without_a_checkpoint(options: dict[str, object], inner: str) -> None:
-    def contexts(policy: CheckpointPolicy) -> Callable[[], object]:
-        def choose(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-            return policy if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return functools.partial(create_selective_checkpoint_contexts, choose)
-
     def run(policy: CheckpointPolicy) -> tuple[torch.Tensor, ...]:
-        def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            region = layers(none)
-            return checkpoint(region, x, w, use_reentrant=False, context_fn=contexts(policy))  # type: ignore[no-any-return]
-
+        function = toys.checkpointed(layers(none), {torch.ops.aten.mm.default: policy})
+        torch._dynamo.reset()  # its guards know nothing of policies
         ssd_fx.reset_stats()
         return gradients(torch.compile(function, backend=ssd_fx.backend, options=options), *inputs())
 
@@ -269,45 +263,10 @@ def test_must_cpu_offload_trains_as_without_a_checkpoint(options: dict[str, obje
 # Patterns.
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.qkv(x).tanh()
-
-
-class Block(nn.Module):
-    breaks = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = Attention()
-        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return x + self.mlp(self.attn(x))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).sin()
-
-
 class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Model()
+        self.inner = Named()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x).cos()
@@ -315,14 +274,14 @@ class Outer(nn.Module):
 
 class Trainer:
     def __init__(self) -> None:
-        self.model = Model()
+        self.model = Named()
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x) * 2
 
 
 def closure() -> Callable[[torch.Tensor], torch.Tensor]:
-    model = Model()
+    model = Named()
     return lambda x: model(x) * 2
 
 
@@ -333,7 +292,7 @@ def compiled_with(what: object, options: dict[str, object], **more: object) -> C
 @pytest.mark.parametrize(
     ("what", "pattern"),
     [
-        (Model, "blocks.1.attn"),
+        (Named, "blocks.1.attn"),
         (Outer, "inner.blocks.1.attn"),
         (lambda: Trainer().step, "blocks.1.attn"),
         (closure, "blocks.1.attn"),
@@ -346,10 +305,10 @@ def test_names_are_those_of_named_modules(
     dump = tmp_path / "dump"
     compiled_with(what(), options, dump=str(dump), keep=[pattern])(torch.randn(4, 8)).sum().backward()
     kept = [line.split()[0] for line in plan_text(dump).splitlines() if f"keep=['{pattern}']" in line]
-    assert kept == ["tanh_1"]
+    assert kept == ["sigmoid_1"]
 
 
-class Hoarding(Model):
+class Hoarding(Named):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.given = x  # from here on, Dynamo looks into self.__dict__
         return super().forward(x)
@@ -368,7 +327,7 @@ def test_a_pattern_for_modules_of_what_gets_an_attribute(
     dump = tmp_path / "dump"
     compiled_with(what(), options, dump=str(dump), keep=["blocks.1.attn"])(torch.randn(4, 8)).sum().backward()
     text = plan_text(dump)
-    assert [line.split()[0] for line in text.splitlines() if "keep=['blocks.1.attn']" in line] == ["tanh_1"]
+    assert [line.split()[0] for line in text.splitlines() if "keep=['blocks.1.attn']" in line] == ["sigmoid_1"]
     assert "__dict__" not in text
 
 
@@ -380,7 +339,7 @@ NEAR = (
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("option", ["keep", "offload"])
 def test_a_pattern_that_names_nothing_is_an_error(options: dict[str, object], inner: str, option: str) -> None:
-    compiled = compiled_with(Model(), options, inner=inner, **{option: ["*.mlp", "blocks.1.atn"]})
+    compiled = compiled_with(Named(), options, inner=inner, **{option: ["*.mlp", "blocks.1.atn"]})
     with pytest.raises(ValueError, match=NEAR):
         compiled(torch.randn(4, 8))
 
@@ -392,7 +351,7 @@ def test_a_function_of_no_module_is_none(options: dict[str, object]) -> None:
 
 
 def test_graphs_that_hold_other_modules_are_none(options: dict[str, object]) -> None:
-    model = Model()
+    model = Named()
 
     def function(x: torch.Tensor) -> torch.Tensor:
         x = model.blocks[0](x)
@@ -410,7 +369,7 @@ def test_graphs_that_hold_other_modules_are_none(options: dict[str, object]) -> 
 def test_blocks_that_are_compiled_one_by_one_have_their_own_names(options: dict[str, object]) -> None:
     def run(pattern: str) -> None:
         torch._dynamo.reset()
-        model = Model()
+        model = Named()
         for block in model.blocks:
             block.compile(backend=ssd_fx.backend, options=options | {"inner": "aot_eager", "keep": [pattern]})
         model(torch.randn(4, 8)).sum().backward()
@@ -419,7 +378,9 @@ def test_blocks_that_are_compiled_one_by_one_have_their_own_names(options: dict[
         warnings.simplefilter("error", RuntimeWarning)
         for pattern in ("attn", "*.attn", "head"):  # head is another part of the model
             run(pattern)
-    with pytest.warns(RuntimeWarning, match=r"'blocks\.0\.attn' has no effect on Block, which is compiled by itself"):
+    with pytest.warns(
+        RuntimeWarning, match=r"'blocks\.0\.attn' has no effect on NamedBlock, which is compiled by itself"
+    ):
         run("blocks.0.attn")
     with pytest.raises(ValueError, match=r"'hed' matches no module; did you mean 'head'\?"):
         run("hed")
@@ -428,14 +389,14 @@ def test_blocks_that_are_compiled_one_by_one_have_their_own_names(options: dict[
 def test_a_break_inside_a_block_compiles_it_by_itself(
     options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Block, "breaks", True)
-    with pytest.warns(RuntimeWarning, match=r"'blocks\.1\.attn' has no effect on Block"):
-        compiled_with(Model(), options, keep=["blocks.1.attn"])(torch.randn(4, 8))
+    monkeypatch.setattr(NamedBlock, "breaks", True)
+    with pytest.warns(RuntimeWarning, match=r"'blocks\.1\.attn' has no effect on NamedBlock"):
+        compiled_with(Named(), options, keep=["blocks.1.attn"])(torch.randn(4, 8))
 
 
 @pytest.mark.parametrize("pattern", ["head", "*.attn"])
 def test_a_pattern_that_only_an_earlier_model_had_is_an_error(options: dict[str, object], pattern: str) -> None:
-    compiled_with(Model(), options, keep=[pattern])(torch.randn(4, 8)).sum().backward()
+    compiled_with(Named(), options, keep=[pattern])(torch.randn(4, 8)).sum().backward()
     other = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     with pytest.raises(ValueError, match=rf"{re.escape(repr(pattern))} matches no module.*The modules are: '0', '1'"):
         compiled_with(other, options, keep=[pattern])(torch.randn(4, 8))
@@ -463,12 +424,12 @@ def arguments(break_: Callable[[], None]) -> Callable[[torch.Tensor], torch.Tens
         break_()
         return second(x)  # type: ignore[no-any-return]
 
-    return functools.partial(function, first=Block(), second=second_model())
+    return functools.partial(function, first=NamedBlock(), second=second_model())
 
 
 def dictionary(break_: Callable[[], None]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Both models are in a dictionary."""
-    models = {"first": Block(), "second": second_model()}
+    models = {"first": NamedBlock(), "second": second_model()}
 
     def function(x: torch.Tensor) -> torch.Tensor:
         x = models["first"](x)
@@ -480,7 +441,7 @@ def dictionary(break_: Callable[[], None]) -> Callable[[torch.Tensor], torch.Ten
 
 def state(break_: Callable[[], None]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Both models are attributes of an object."""
-    held = SimpleNamespace(first=Block(), second=second_model())
+    held = SimpleNamespace(first=NamedBlock(), second=second_model())
 
     def function(x: torch.Tensor) -> torch.Tensor:
         x = held.first(x)
@@ -505,7 +466,7 @@ class Distilled(nn.Module):
 
     def __init__(self, break_: Callable[[], None]) -> None:
         super().__init__()
-        self.block, self.teacher = Block(), [Teacher(break_)]
+        self.block, self.teacher = NamedBlock(), [Teacher(break_)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.teacher[0](self.block(x))  # type: ignore[no-any-return]
@@ -589,14 +550,8 @@ def test_what_is_no_list_of_patterns(value: object) -> None:
 
 
 def test_a_preference_has_no_effect_where_all_may_stay(options: dict[str, object]) -> None:
-    def choose(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        mm = op == torch.ops.aten.mm.default
-        return CheckpointPolicy.PREFER_CPU_OFFLOAD if mm else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        contexts = functools.partial(create_selective_checkpoint_contexts, choose)
-        return checkpoint(layers(none), x, w, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
-
+    policies = {torch.ops.aten.mm.default: CheckpointPolicy.PREFER_CPU_OFFLOAD}
+    function = toys.checkpointed(layers(none), policies)
     for recompute in (False, True):
         ssd_fx.reset_stats()
         more = {"inner": "aot_eager", "budget": 1.0, "recompute": recompute}

@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import ssd_fx
 from ssd_fx import Config, SavedTensor
 from ssd_fx.policy import Policy
 from tests.bitwise import assert_same_bits
 from tests.inductor import graphs_cached_in
+from tests.passes import toys
 
 TOY: dict[str, object] = {"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0, "budget": 0}
 TOY |= {"recompute": True}  # the tests turn it off in the environment
@@ -148,11 +149,7 @@ def test_what_is_no_answer(answer: object) -> None:
 
 
 def test_patterns_and_calls_override_it_and_it_overrides_checkpoints() -> None:
-    def contexts() -> object:
-        def choose(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-            return CheckpointPolicy.MUST_CPU_OFFLOAD
-
-        return create_selective_checkpoint_contexts(choose)
+    contexts = toys.choosing({}, CheckpointPolicy.MUST_CPU_OFFLOAD)
 
     def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return ((ssd_fx.offload(x @ w) @ w).sin() @ w).sum()

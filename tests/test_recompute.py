@@ -26,7 +26,7 @@ from torch._inductor.codegen.triton import TritonOverrides
 from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import ssd_fx
 from ssd_fx.config import Config
@@ -48,11 +48,8 @@ SHAPE = Shape(layers=2, width=64, heads=2, seq=64, dropout=0.0)
 def chosen_by_a_policy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """A checkpoint whose policy must save each relu: a second partition cannot compute them again."""
 
-    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.relu.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    x = checkpoint(lambda x: (x @ w).relu().exp(), x, use_reentrant=False, context_fn=contexts)
+    policies = {torch.ops.aten.relu.default: CheckpointPolicy.MUST_SAVE}
+    x = toys.checkpointed(lambda x, w: (x @ w).relu().exp(), policies)(x, w)
     return ((x @ w).relu() @ w).sum()
 
 

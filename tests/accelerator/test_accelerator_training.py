@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import ssd_fx
 from ssd_fx.runtime.engines import staged
 from tests.bitwise import Compile, ours, prove_bitwise, run, stock
+from tests.models import Residual
 from tests.rates import QUICK
 from tests.runtime.real_device import kinds
 
@@ -23,21 +24,10 @@ pytestmark = pytest.mark.skipif(not kinds(), reason="no accelerator here, nor th
 WIDTH, STEPS = 64, 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 def trained(compile: Compile) -> list[Tensor]:
     """Losses and gradients of every step, on the host."""
     (device,) = kinds()
-    model = nn.Sequential(*(Block() for _ in range(3))).to(device)
+    model = nn.Sequential(*(Residual(WIDTH) for _ in range(3))).to(device)
     step, seen = compile(model), []
     for number in range(STEPS):
         x = torch.randn(96, WIDTH, generator=torch.Generator().manual_seed(number)).to(device)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.cost.machine import Machine
@@ -409,6 +410,23 @@ def with_joint(toy: Toy, args: tuple[torch.Tensor, ...], use: Callable[..., T]) 
         if not found:
             raise
     return found[0]
+
+
+def choosing(
+    policies: Mapping[object, CheckpointPolicy], otherwise: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE
+) -> Callable[[], object]:
+    """The `context_fn` of a checkpoint that treats each operator by its policy."""
+
+    def choose(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return policies.get(op, otherwise)
+
+    return functools.partial(create_selective_checkpoint_contexts, choose)
+
+
+def checkpointed(region: Toy, policies: Mapping[object, CheckpointPolicy]) -> Toy:
+    """`region` in a checkpoint that recomputes all operators but those of `policies`."""
+    contexts = choosing(policies)
+    return lambda x, w: checkpoint(region, x, w, use_reentrant=False, context_fn=contexts)
 
 
 class _Captured(Exception):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
 import ssd_fx
-from ssd_fx.passes.joint import marks
 from ssd_fx.passes.joint.modules import enclosing, matches
-from ssd_fx.passes.plan import Keep, Offload
+from ssd_fx.passes.plan import Keep
+from tests.models import Named
 from tests.passes import toys
 from tests.unlike import OTHER_NAMES
 
@@ -153,23 +151,9 @@ def test_an_obstacle_is_loud() -> None:
 # Checkpoint policies.
 
 
-def checkpointed(region: toys.Toy, policies: dict[object, CheckpointPolicy]) -> toys.Toy:
-    """`region` in a checkpoint that recomputes all operators but those of `policies`."""
-
-    def choose(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return policies.get(op, CheckpointPolicy.PREFER_RECOMPUTE)
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
-
-    def toy(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return checkpoint(region, x, w, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
-
-    return toy
-
-
 def under(policy: CheckpointPolicy) -> toys.Toy:
     """`chain` in a checkpointed region, every mm under `policy`."""
-    return checkpointed(chain, {torch.ops.aten.mm.default: policy})
+    return toys.checkpointed(chain, {torch.ops.aten.mm.default: policy})
 
 
 def test_must_save_is_saved_and_the_planner_is_free() -> None:
@@ -206,7 +190,7 @@ def test_the_min_cut_obeys_what_must_be(policy: CheckpointPolicy, saved: list[st
         return (x @ w).sin().cos().sum()
 
     policies = {torch.ops.aten.sin.default: policy, torch.ops.aten.mm.default: CheckpointPolicy.MUST_SAVE}
-    plan = toys.planned(checkpointed(region, policies)).plan
+    plan = toys.planned(toys.checkpointed(region, policies)).plan
     assert [g.base for g in plan.groups] == saved
 
 
@@ -260,7 +244,7 @@ def test_a_call_outweighs_a_policy() -> None:
     def region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (ssd_fx.keep(x @ w).sigmoid() @ w).sum()
 
-    toy = checkpointed(region, {torch.ops.aten.mm.default: CheckpointPolicy.MUST_CPU_OFFLOAD})
+    toy = toys.checkpointed(region, {torch.ops.aten.mm.default: CheckpointPolicy.MUST_CPU_OFFLOAD})
     check(
         toy,
         """mm  256 B  keep  marked by ssd_fx.keep  [mm]""",
@@ -270,40 +254,9 @@ def test_a_call_outweighs_a_policy() -> None:
 # Module name patterns.
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.qkv(x).sigmoid()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = Attention()
-        self.mlp = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.attn(x)).exp()
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).cos().sum()
-
-
 def check_modules(expected: str, **changes: object) -> None:
-    """Base, module, decision and mark of every group of `Model`."""
-    plan = toys.planned(Model(), toys.inputs()[0], **changes).plan
+    """Base, module, decision and mark of every group of `Named`."""
+    plan = toys.planned(Named(), toys.inputs()[0], **changes).plan
     lines = []
     for group in plan.groups:
         decision, mark = plan.decisions[group.slot], plan.marks.get(group.slot)
@@ -364,11 +317,11 @@ def test_patterns_of_one_module_that_disagree() -> None:
         ValueError,
         match=r"of module 'blocks\.0\.attn' is to be kept by keep=\['\*\.attn'\] and offloaded by offload=\['bl",
     ):
-        toys.planned(Model(), toys.inputs()[0], keep=("*.attn",), offload=("blocks.0.attn",))
+        toys.planned(Named(), toys.inputs()[0], keep=("*.attn",), offload=("blocks.0.attn",))
 
 
 def test_module_names() -> None:
-    planned = toys.planned(Model(), toys.inputs()[0])
+    planned = toys.planned(Named(), toys.inputs()[0])
     forward = {n.name: n for n in planned.partition.forward.graph.nodes}
     assert enclosing(forward["sigmoid"]) == ("", "blocks", "blocks.0", "blocks.0.attn")
     assert enclosing(forward["sigmoid"], ("L['self'].blocks.0",)) == ("", "attn")
@@ -384,15 +337,6 @@ def test_module_names() -> None:
 )
 def test_matching(pattern: str, name: str, expected: bool) -> None:
     assert matches(pattern, name) is expected
-
-
-def test_forced() -> None:
-    plan = toys.planned(kept).plan
-    by_name = {g.base: g for g in plan.groups}
-    assert marks.forced(plan, by_name["sigmoid"], 0) == Keep("marked by ssd_fx.keep")
-    assert marks.forced(plan, by_name["sigmoid_1"], 0) is None
-    plan = toys.planned(offloaded).plan
-    assert marks.forced(plan, plan.groups[0], 1 << 20) == Offload()
 
 
 def copy_marked(copy: Caller = none, source: Caller = none) -> toys.Toy:

@@ -37,43 +37,44 @@ def overwritten(lowered: Lowered) -> list[str]:
     return [name for name in loaded_names(lowered) if name in reused]
 
 
-def load(handle: Tensor, seq: int, size: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
-    return ops.load(handle, [size, size], [size, 1], dtype, torch.device("cpu"), seq)
+def load(handle: Tensor, seq: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return ops.load(handle, [8, 8], [8, 1], dtype, torch.device("cpu"), seq)
+
+
+def loaded(handle: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    y = load(handle, 0, dtype)
+    ops.wait_load_(y, handle, 1)
+    return y
 
 
 def elementwise(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """[load, wait] -> mul"""
-    y = load(handle, 0)
-    ops.wait_load_(y, handle, 1)
+    y = loaded(handle)
     return (y * g,)
 
 
 def mm_behind(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """[load, wait] -> mul -> mm -> mm: the second mm reads what was loaded"""
-    y = load(handle, 0)
-    ops.wait_load_(y, handle, 1)
+    y = loaded(handle)
     product = y * g
     return product, product.mm(g).mm(y)
 
 
 def mm_before(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """[load, wait] -> mm -> mul: the mul reads last, and the product in another order"""
-    y = load(handle, 0)
-    ops.wait_load_(y, handle, 1)
+    y = loaded(handle)
     return (y * g.mm(y).mm(g).permute(1, 0),)
 
 
 def transposed(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """One kernel reads two elements for each that it writes."""
-    y = load(handle, 0)
-    ops.wait_load_(y, handle, 1)
+    y = loaded(handle)
     return (y * y.permute(1, 0) * g,)
 
 
 def of_a_view(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """[load, wait] -> as_strided -> sin; as_strided -> mm: two members of a group"""
-    y = load(handle, 0)
-    ops.wait_load_(y, handle, 1)
+    y = loaded(handle)
     rows = torch.as_strided(y, (64,), (1,), 0)
     turned = torch.as_strided(y, (8, 8), (1, 8), 0)
     return (rows * g.view(64)).sin(), g.mm(turned).mm(g)
@@ -81,22 +82,19 @@ def of_a_view(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
 
 def wider(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """What is made has more bytes than what was loaded."""
-    y = load(handle, 0, dtype=torch.bfloat16)
-    ops.wait_load_(y, handle, 1)
+    y = loaded(handle, dtype=torch.bfloat16)
     return (y * g,)
 
 
 def returned(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """The caller gets what was loaded."""
-    y = load(handle, 0)
-    ops.wait_load_(y, handle, 1)
+    y = loaded(handle)
     return y * g, y
 
 
 def written_by_another(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """The graph writes into what was loaded, and reads it again."""
-    y = load(handle, 0)
-    ops.wait_load_(y, handle, 1)
+    y = loaded(handle)
     before = y * g
     y[0].copy_(g[1])
     return before, y * g
@@ -104,8 +102,7 @@ def written_by_another(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
 
 def seen_as_integers(handle: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """An operator returns a view, which Inductor has as a buffer of its own."""
-    y = load(handle, 0)
-    ops.wait_load_(y, handle, 1)
+    y = loaded(handle)
     whole = torch.ops.aten.view.dtype(y, torch.int64)
     return y * g, whole + 1
 

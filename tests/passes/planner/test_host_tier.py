@@ -31,6 +31,7 @@ from ssd_fx.report import dump
 from ssd_fx.report.describe import describe
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.store import Store
+from tests.models import Residual
 from tests.passes import toys
 from tests.passes.joint.test_marks import under
 from tests.passes.planner.instances import Instance, limits, random_instance
@@ -395,15 +396,6 @@ def test_the_tier_reaches_the_store_that_runs(tmp_path: Path, inner: str, monkey
     torch.testing.assert_close((x.grad, w.grad), (plain[0].grad, plain[1].grad))
 
 
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 # Of a GPU, which computes a block faster than it copies what the block saves.
 GPU = {"flops": 4e14, "memory_bw": 3e12, "write_bw": 2.5e10, "read_bw": 2.5e10, "node_s": 0.0}
 GPU |= {"to_host_bw": 2.5e10, "from_host_bw": 2.5e10}
@@ -422,7 +414,7 @@ def test_what_one_forward_keeps_for_a_quick_backward_does_not_add_up(
     """Each forward's backward would need all before it is copied. Those of seven others come in between."""
     monkeypatch.setattr(decide, "device_of", lambda partition: torch.device("meta"))
     options = {"engine": "memory", "inner": "aot_eager", "min_bytes": 0, "budget": budget, "machine": GPU}
-    blocks = [Block() for _ in range(8 if forwards == "of blocks" else 1)]
+    blocks = [Residual(norm=False) for _ in range(8 if forwards == "of blocks" else 1)]
     for block in blocks:
         block.compile(backend=ssd_fx.backend, options=options | {"recompute": False})
     x, held = torch.randn(512, 64, requires_grad=True), []
