@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from tests.gpu.test_gpu_roundtrip import numbers, release, slow, start_load, store, wait
+from tests.gpu.test_gpu_roundtrip import numbers, slow
+from tests.runtime.harness import load, release, store
 
 LONG_ENOUGH_S = 0.5  # the janitor wakes 50 ms after a death
 
@@ -32,7 +33,7 @@ def test_a_handle_dies_during_the_capture(config: str) -> None:
     handles = [store(numbers(k), config, k) for k in range(4)]
     captured(handles.pop())
     for k, handle in enumerate(handles):
-        assert wait(start_load(handle, numbers()), handle).equal(numbers(k))
+        assert load(handle, numbers()).equal(numbers(k))
 
 
 def test_a_released_handle_dies_during_the_capture(config: str) -> None:

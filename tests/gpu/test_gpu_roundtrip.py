@@ -15,11 +15,10 @@ from torch import Tensor
 import ssd_fx
 from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.device import device_trace, streams
-from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.states import State
-from tests.runtime.harness import in_backward
+from tests.runtime import harness
+from tests.runtime.harness import load, release, start_load, store, wait
 
-op = torch.ops.ssd_fx
 DEVICE = "cuda"
 N = 1 << 20
 DTYPES = [
@@ -37,35 +36,9 @@ def numbers(start: int = 0, n: int = N) -> Tensor:
     return torch.arange(start, start + n, dtype=torch.float32, device=DEVICE)
 
 
-def store(x: Tensor, config: str, slot: int = 0) -> Tensor:
-    handle: Tensor = op.store(x, config, "gpu", slot, 2 * slot)
-    return handle
-
-
-def release(handle: Tensor, x: Tensor, hand_over: bool = True) -> None:
-    op.wait_store_(handle, x, 1, hand_over)
-
-
-def start_load(handle: Tensor, like: Tensor, consume: bool = True) -> Tensor:
-    """`consume`: in a backward that does not keep its graph."""
-
-    def call() -> Tensor:
-        y: Tensor = op.load(handle, like.shape, like.stride(), like.dtype, like.device, 0)
-        return y
-
-    return in_backward(call, retain_graph=not consume)
-
-
-def wait(y: Tensor, handle: Tensor) -> Tensor:
-    op.wait_load_(y, handle, 1)
-    return y
-
-
 def settle(handle: Tensor) -> None:
     """Waits until the write is over and the store has seen that, as it does in its next op."""
-    entry = lookup(handle)
-    if entry.write is not None:
-        entry.write.wait()
+    entry = harness.settle(handle)
     with entries.GUARD.lock:
         entry.store.writer.reap()
     assert entry.state is State.ON_DISK
@@ -93,7 +66,7 @@ def test_round_trip(config: str, dtype: torch.dtype, n: int) -> None:
     values = raw.to(torch.uint8).view(dtype)
     handle = put(values, config)
     settle(handle)
-    assert same(wait(start_load(handle, values), handle), values)
+    assert same(load(handle, values), values)
 
 
 def test_a_view_at_an_odd_place(config: str) -> None:
@@ -102,7 +75,7 @@ def test_a_view_at_an_odd_place(config: str) -> None:
     handle = store(values, config)
     release(handle, values)
     settle(handle)
-    assert same(wait(start_load(handle, values), handle), values)
+    assert same(load(handle, values), values)
 
 
 def test_other_strides(config: str) -> None:
@@ -110,7 +83,7 @@ def test_other_strides(config: str) -> None:
     asked = values.t().contiguous().t()
     handle = put(values, config)
     settle(handle)
-    y = wait(start_load(handle, asked), handle)
+    y = load(handle, asked)
     assert y.stride() == asked.stride()
     assert torch.equal(y, values)
 
@@ -126,7 +99,7 @@ def test_several_streams(config: str) -> None:
             handles.append(put(value, config, i))
     for i in reversed(range(9)):
         with torch.cuda.stream(side[i % 3]):
-            y = wait(start_load(handles[i], values[i], consume=False), handles[i])
+            y = load(handles[i], values[i], consume=False)
             y += 1
             assert torch.equal(y, values[i] + 1)
 
@@ -137,7 +110,7 @@ def test_memory_is_reused_while_a_store_is_in_flight(config: str) -> None:
     for _ in range(8):
         torch.empty_like(values).fill_(-1)
     settle(handle)
-    assert same(wait(start_load(handle, values), handle), values)
+    assert same(load(handle, values), values)
 
 
 def test_load_into_memory_whose_last_user_is_queued(config: str) -> None:
@@ -158,12 +131,12 @@ def test_load_into_memory_whose_last_user_is_queued(config: str) -> None:
 def test_given_away_while_being_written(config: str) -> None:
     values = numbers()
     handle = put(values, config)
-    y = wait(start_load(handle, values), handle)
+    y = load(handle, values)
     assert same(y, values)
     y.fill_(-1)
     second = put(values + 1, config, 1)
     settle(second)
-    assert same(wait(start_load(second, values), second), values + 1)
+    assert same(load(second, values), values + 1)
 
 
 def test_copied_while_being_written(config: str) -> None:
@@ -173,7 +146,7 @@ def test_copied_while_being_written(config: str) -> None:
     slow()
     x.copy_(values)
     handle = store(x, config)
-    y = wait(start_load(handle, values, consume=False), handle)
+    y = load(handle, values, consume=False)
     x.fill_(-1)
     assert same(y, values)
 
@@ -185,7 +158,7 @@ def test_overwritten_behind_a_release_that_waits(config: str) -> None:
     handle = store(x, config)
     release(handle, x, hand_over=False)
     x.fill_(-1)
-    assert same(wait(start_load(handle, values), handle), values)
+    assert same(load(handle, values), values)
 
 
 def test_handles_die_in_flight(config: str) -> None:
@@ -195,7 +168,7 @@ def test_handles_die_in_flight(config: str) -> None:
     assert entries.living() == []
     handle = put(values, config)
     settle(handle)
-    assert same(wait(start_load(handle, values), handle), values)
+    assert same(load(handle, values), values)
 
 
 def test_stored_memory_is_free_afterwards(config: str) -> None:
@@ -217,7 +190,7 @@ def test_a_child_of_a_fork_leaves_the_transfers_alone(config: str) -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     settle(handle)
-    assert same(wait(start_load(handle, values), handle), values)
+    assert same(load(handle, values), values)
 
 
 def test_nodes_have_the_device_s_times(config: str) -> None:
@@ -263,6 +236,6 @@ def test_counts(config: str) -> None:
     ssd_fx.reset_stats()
     handle = put(values, config)
     settle(handle)
-    wait(start_load(handle, values), handle)
+    load(handle, values)
     seen = ssd_fx.stats()
     assert (seen.written_bytes, seen.read_bytes, seen.forwarded_bytes) == (4 * N, 4 * N, 0)

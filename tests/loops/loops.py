@@ -56,6 +56,19 @@ def backward(loss: Tensor) -> None:
     loss.backward()
 
 
+def seen_in_steps(model: nn.Module, loss: Callable[[int], Tensor], count: int = 2) -> list[Tensor]:
+    """Losses and gradients of so many steps. Each draws from a seed of its own."""
+    seen = []
+    for step in range(count):
+        torch.manual_seed(step)
+        found = loss(step)
+        backward(found)
+        seen += [found.detach(), *gradients(model)]
+        del found
+        model.zero_grad()
+    return seen
+
+
 def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 

@@ -28,10 +28,10 @@ from tests.loops.loops import (
     Net,
     assert_all_read_back,
     assert_no_bit_changes,
-    backward,
     batch,
     gradients,
     run,
+    seen_in_steps,
 )
 from tests.unlike import DYNAMIC_STAYS
 
@@ -42,13 +42,7 @@ def trained(make: Callable[[], nn.Module], *batches: Tensor, **arguments: Any) -
     def loop(compile: Compile) -> list[Tensor]:
         model = make()
         compiled = compile(model, **arguments)
-        seen = []
-        for x in batches:
-            loss = compiled(x.clone())
-            backward(loss)
-            seen += [loss.detach(), *gradients(model)]
-            model.zero_grad()
-        return seen
+        return seen_in_steps(model, lambda step: compiled(batches[step].clone()), len(batches))
 
     return loop
 

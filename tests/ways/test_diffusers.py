@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.bitwise import Compile
-from tests.loops.loops import assert_no_bit_changes, backward, gradients
+from tests.loops.loops import assert_no_bit_changes, seen_in_steps
 
 pytestmark = pytest.mark.slow
 diffusers = pytest.importorskip("diffusers", reason="make ways installs it")
@@ -52,14 +52,8 @@ def test_network(tmp_path: Path, inner: str, make: Callable[[], Made]) -> None:
     def loop(compile: Compile) -> list[Tensor]:
         torch.manual_seed(0)
         network, call = make()
-        compiled, seen = compile(network.train()), []
-        for step in range(2):
-            torch.manual_seed(step)
-            loss = compiled(**call, return_dict=False)[0].square().mean()
-            backward(loss)
-            seen += [loss.detach(), *gradients(network)]
-            network.zero_grad()
-        return seen
+        compiled = compile(network.train())
+        return seen_in_steps(network, lambda _: compiled(**call, return_dict=False)[0].square().mean())
 
     # Inductor chooses other kernels of convolutions: gradients of the first layers are apart.
     how: dict[str, Any] = {"section": "ways of working", "plain": inner, "apart": 5e-3, "parts": make is flux}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.bitwise import Compile
-from tests.loops.loops import assert_no_bit_changes, backward, gradients
+from tests.loops.loops import assert_no_bit_changes, seen_in_steps
 from tests.ways.test_transformers import SIZES, llama, texts, transformers
 
 pytestmark = pytest.mark.slow
@@ -42,13 +42,7 @@ def test_lora(tmp_path: Path, base: str, compiled: str, inner: str) -> None:
         parts = [model] if compiled == "whole" else list(model.base_model.model.model.layers)
         for part in parts:
             part.compile(**compile.keywords)  # type: ignore[attr-defined]
-        seen = []
-        for step in range(2):
-            torch.manual_seed(step)
-            loss = model(input_ids=texts(), labels=texts()).loss
-            backward(loss)
-            seen += [loss.detach(), *gradients(model)]
-            model.zero_grad()
+        seen = seen_in_steps(model, lambda _: model(input_ids=texts(), labels=texts()).loss)
         assert len(seen) == 2 * (1 + 2 * 2 * 2)  # two layers, two products, two matrices
         return seen
 

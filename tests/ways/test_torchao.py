@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bitwise import Compile
-from tests.loops.loops import assert_no_bit_changes, backward, gradients
+from tests.loops.loops import assert_no_bit_changes, seen_in_steps
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchao", reason="make ways installs it")
@@ -67,13 +67,8 @@ def test_training(tmp_path: Path, inner: str, convert: Callable[[nn.Module], Non
         torch.manual_seed(0)
         model = net()
         convert(model)
-        compiled, seen = compile(model), []
-        for step in range(2):
-            torch.manual_seed(step)
-            loss = compiled(torch.randn(128, WIDTH)).square().mean()
-            backward(loss)
-            seen += [loss.detach(), *gradients(model)]
-            model.zero_grad()
+        compiled = compile(model)
+        seen = seen_in_steps(model, lambda _: compiled(torch.randn(128, WIDTH)).square().mean())
         assert len(seen) > 2
         return seen
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.bitwise import Compile, by_name
-from tests.loops.loops import assert_no_bit_changes, backward, gradients
+from tests.loops.loops import assert_no_bit_changes, seen_in_steps
 from tests.ways.ways import assert_two_ranks_agree
 
 pytestmark = pytest.mark.slow
@@ -59,15 +59,11 @@ def lru_cache() -> object:
 @pytest.mark.parametrize("checkpoint", MODES.values(), ids=MODES)
 def test_blocks_compiled_one_by_one(tmp_path: Path, checkpoint: str, inner: str) -> None:
     def loop(compile: Compile) -> list[Tensor]:
-        model, seen = llama(checkpoint, compile), []
+        model = llama(checkpoint, compile)
         with by_name(compile):
-            for step in range(2):
-                logits = model(tokens(step))
-                loss = F.cross_entropy(logits.flatten(0, 1), tokens(step).flatten())
-                backward(loss)
-                seen += [loss.detach(), *gradients(model)]
-                model.zero_grad()
-        return seen
+            return seen_in_steps(
+                model, lambda step: F.cross_entropy(model(tokens(step)).flatten(0, 1), tokens(step).flatten())
+            )
 
     assert_no_bit_changes(loop, tmp_path, inner, section="ways of working", plain=inner, share=0.5)
 

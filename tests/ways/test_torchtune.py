@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.bitwise import Compile, by_name
-from tests.loops.loops import assert_no_bit_changes, backward, gradients
+from tests.loops.loops import assert_no_bit_changes, seen_in_steps
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("torchtune", reason="torchtune 0.6.1 needs torchao 0.10: make ways puts that ahead of the path")
@@ -38,6 +38,11 @@ def lora() -> Any:
     return model
 
 
+def loss(model: Any, step: int) -> Tensor:
+    tokens = torch.randint(128, (2, 64), generator=torch.Generator().manual_seed(step))
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
 @pytest.mark.parametrize("make", [full, lora])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_compile_model(tmp_path: Path, inner: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,16 +50,10 @@ def test_compile_model(tmp_path: Path, inner: str, make: Any, monkeypatch: pytes
 
     def loop(compile: Compile) -> list[Tensor]:
         torch.manual_seed(0)
-        model, seen = make(), []
+        model = make()
         with by_name(compile) as backend:
             monkeypatch.setenv("TORCH_COMPILE_BACKEND", backend)
             compile_model(model, verbose=False)
-            for step in range(2):
-                tokens = torch.randint(128, (2, 64), generator=torch.Generator().manual_seed(step))
-                loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-                backward(loss)
-                seen += [loss.detach(), *gradients(model)]
-                model.zero_grad()
-        return seen
+            return seen_in_steps(model, lambda step: loss(model, step))
 
     assert_no_bit_changes(loop, tmp_path, inner, section="ways of working", plain=inner)

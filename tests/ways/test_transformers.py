@@ -15,7 +15,7 @@ import ssd_fx
 from ssd_fx.report.report import Report
 from ssd_fx.report.unfreed import unfreed
 from tests.bitwise import Compile, assert_same_bits, deterministic
-from tests.loops.loops import Loop, assert_no_bit_changes, backward, gradients
+from tests.loops.loops import Loop, assert_no_bit_changes, gradients, seen_in_steps
 
 transformers = pytest.importorskip("transformers")
 
@@ -116,13 +116,8 @@ def experts(how: str) -> Loop:
         torch.manual_seed(0)
         config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
         model = transformers.MixtralForCausalLM._from_config(config, experts_implementation=how).train()
-        compiled, seen = compile(model), []
-        for _ in range(2):
-            loss = compiled(input_ids=texts(), labels=texts()).loss
-            backward(loss)
-            seen += [loss.detach(), *gradients(model)]
-            model.zero_grad()
-        return seen
+        compiled = compile(model)
+        return seen_in_steps(model, lambda _: compiled(input_ids=texts(), labels=texts()).loss)
 
     return loop
 
