@@ -1,7 +1,7 @@
 """Fresh interpreters for tests: forks of one that has imported torch, and nothing of ours.
 
 To import torch, and what our package imports beside it, takes four seconds; a fork takes some milliseconds. What an
-interpreter looks at when it starts, such as LD_PRELOAD, needs `subprocess`.
+interpreter looks at when it starts, such as LD_PRELOAD, needs one that is `started`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,27 @@ def run(code: str, *arguments: object, timeout_s: float = 120, **environment: st
         out, err = (path.read_text() for path in files)
     assert ended != HUNG, f"hung: {out}{err}"
     return Done(out, err, ended)
+
+
+def started(*words: object, **environment: str) -> subprocess.Popen[str]:
+    """An interpreter that is no fork, with these words of its command line, in the root of the repository."""
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command, variables = [sys.executable, *map(str, words)], os.environ | path | environment
+    return subprocess.Popen(command, cwd=ROOT, env=variables, text=True, start_new_session=True, **pipes)
+
+
+def ended(*words: object, timeout_s: float = 120, **environment: str) -> Done:
+    """How such an interpreter ended.
+
+    Raises: subprocess.TimeoutExpired for one that hangs.
+    """
+    with started(*words, **environment) as process:
+        try:
+            return Done(*process.communicate(timeout=timeout_s), process.returncode)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import warnings
@@ -90,11 +89,7 @@ where = Path(sys.argv[1])
 
 def start(code: str, directory: Path) -> subprocess.Popen[str]:
     """A fresh interpreter that runs `code` after the preamble."""
-    command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), str(directory)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(fresh.ROOT), *filter(None, sys.path)])}
-    return subprocess.Popen(
-        command, cwd=fresh.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return fresh.started("-c", PREAMBLE + textwrap.dedent(code), directory)
 
 
 def run(code: str, directory: Path) -> tuple[str, str, int]:
@@ -305,7 +300,7 @@ def test_ctrl_c_in_each_wait(tmp_path: Path) -> None:
     assert run(code, tmp_path) == ("fine\n", "", 0)
 
 
-# ---- fork
+# ---- fork, beside that between forward and backward (last)
 
 
 @pytest.mark.slow
@@ -329,32 +324,6 @@ def test_workers_of_a_data_loader(tmp_path: Path) -> None:
     """
     assert run(code, tmp_path) == ("fine\n", "", 0)
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.slow
-@since((2, 15), "PyTorch itself refuses a backward in the child of a process that ran a compiled one")
-def test_a_fork_between_forward_and_backward(tmp_path: Path) -> None:
-    """The child's backward of the parent's graph is refused, its own step is right, and so is the parent's backward."""
-    code = """
-        trainee = Trainee(where)
-        loss = trainee.forward()
-        settle()
-        child = os.fork()
-        if not child:
-            try:
-                gradients(loss, trainee.model)
-            except RuntimeError as error:
-                assert "parent process before a fork" in str(error), error
-                del loss
-                trainee.step(1)
-                print("child fine", flush=True)
-            sys.exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        trainee.backward(loss)
-        trainee.step(2)
-        print("parent fine")
-    """
-    assert run(code, tmp_path) == ("child fine\nparent fine\n", "", 0)
 
 
 # ---- graphs that take another way
@@ -644,6 +613,9 @@ CHECKPOINTS = """
 
         plain = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
         expected = [backward(forward(i, plain)) for i in range(4)]
+
+        def prove(loss, i):
+            assert_same_bits(backward(loss), expected[i])
 """
 
 
@@ -665,7 +637,19 @@ def test_a_checkpoint_of_a_killed_process_leaves_nothing(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
 
 
-def test_a_fork_between_forward_and_backward_of_checkpoints(tmp_path: Path) -> None:
+OF_A_TRAINEE = """
+        trainee = Trainee(where)
+        forward, prove = trainee.forward, trainee.backward
+"""
+REFUSED = since((2, 15), "PyTorch itself refuses a backward in the child of a process that ran a compiled one")
+
+
+@pytest.mark.parametrize(
+    "whose",
+    [pytest.param(OF_A_TRAINEE, marks=[pytest.mark.slow, REFUSED]), CHECKPOINTS],
+    ids=["trainee", "checkpoints"],
+)
+def test_a_fork_between_forward_and_backward(tmp_path: Path, whose: str) -> None:
     """The child's backward of the parent's graph is refused, its own step is right, and so is the parent's backward."""
     code = """
         loss = forward(0)
@@ -673,21 +657,20 @@ def test_a_fork_between_forward_and_backward_of_checkpoints(tmp_path: Path) -> N
         child = os.fork()
         if not child:
             try:
-                backward(loss)
+                prove(loss, 0)
             except RuntimeError as error:
                 assert "parent process before a fork" in str(error), error
                 del loss
-                assert_same_bits(backward(forward(1)), expected[1])
+                prove(forward(1), 1)
                 print("child fine", flush=True)
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert_same_bits(backward(loss), expected[0])
-        assert_same_bits(backward(forward(2)), expected[2])
+        prove(loss, 0)
+        prove(forward(2), 2)
         del loss
         gc.collect()
         assert living() == []
         print("parent fine")
     """
-    done = run(textwrap.dedent(CHECKPOINTS) + textwrap.dedent(code), tmp_path)
-    assert done == ("child fine\nparent fine\n", "", 0)
+    assert run(textwrap.dedent(whose) + textwrap.dedent(code), tmp_path) == ("child fine\nparent fine\n", "", 0)
     assert os.listdir(tmp_path) == []

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -15,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import ssd_fx
 from ssd_fx.report.describe import OUTPUT
 from ssd_fx.runtime.stats import Stats
+from tests import fresh
 
 TOY = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0}
 
@@ -30,11 +26,7 @@ print(ssd_fx.stats())
 
 @pytest.mark.slow
 def test_a_module_of_torch_itself_that_is_compiled_in_place() -> None:
-    root = Path(__file__).resolve().parents[1]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", SKIPPED], cwd=root, env=environment, capture_output=True, text=True, check=True
-    )
+    done = fresh.ended("-c", SKIPPED)
     assert done.stdout.startswith("nothing ran: torch.compile has not called ssd_fx in this process")
 
 

@@ -6,12 +6,10 @@ import ctypes
 import enum
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests import built
+from tests import built, fresh
 
 SOURCE = Path(__file__).with_name("faultio.c")
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,15 +46,12 @@ def library() -> Path:
     return built.library(SOURCE, (*built.C, "-O2"), ["-ldl"])
 
 
-def run(module: str, *arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def run(module: str, *arguments: object, timeout_s: float = 300) -> fresh.Done:
     """`python -m module arguments...` with the library preloaded.
 
     Raises: subprocess.TimeoutExpired for a process that hangs.
     """
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    environment = os.environ | {"LD_PRELOAD": str(library()), "PYTHONPATH": path}
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return fresh.ended("-m", module, *arguments, timeout_s=timeout_s, LD_PRELOAD=str(library()))
 
 
 class Faults:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import fresh
+
 TRAIN = """
 import {first}, {second}
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
@@ -23,8 +21,7 @@ torch.compile(model, backend="ssd_fx", options=options)(torch.randn(4, 8)).sum()
 def train(first: str, **environment: str) -> str:
     """What the script prints, with torch or ssd_fx imported `first`."""
     code = TRAIN.format(first=first, second="torch" if first == "ssd_fx" else "ssd_fx")
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True)
+    done = fresh.ended("-c", code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

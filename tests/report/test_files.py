@@ -6,8 +6,6 @@ import html
 import json
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -228,11 +226,8 @@ def test_a_script_names_the_arguments_of_its_model(tmp_path: Path, capsys: pytes
 
 @pytest.mark.slow
 def test_the_example_writes_all_that_docs_show(tmp_path: Path) -> None:
-    root = Path(ssd_fx.__file__).resolve().parents[1]
-    command = [sys.executable, "examples/report.py", "--dir", str(tmp_path), "--out", str(tmp_path / "out")]
-    command += ["--layers", "2", "--steps", "3", "--keep-hidden"]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+    sizes = ("--layers", "2", "--steps", "3", "--keep-hidden")
+    done = fresh.ended("examples/report.py", "--dir", tmp_path, "--out", tmp_path / "out", *sizes)
     assert [line.split()[0] for line in done.stdout.splitlines()[:5]] == ["memory", "cost", "drive", "plan", "next"]
     assert {each.name for each in (tmp_path / "out").iterdir()} == {"report.html", "report.txt", "trace.json"}
 

@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import subprocess
-import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -36,18 +35,10 @@ def run(script: str, *, before: str = "", installs: bool = True, **environment: 
     """What a process prints that has the allocator; `before` runs ahead of its installation."""
     text = f"import torch\n{before}\nfrom ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR as A\n"
     text += ("A.install()\n" if installs else "") + script
-    done = (started if "LD_PRELOAD" in environment else fresh.run)(text, timeout_s=100, **environment)
+    decided_at_start = "LD_PRELOAD" in environment
+    done = fresh.ended("-c", text, **environment) if decided_at_start else fresh.run(text, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
-
-
-def started(code: str, timeout_s: float, **environment: str) -> subprocess.CompletedProcess[str]:
-    """An interpreter of its own, for what is decided at its start."""
-    path = {"PYTHONPATH": str(fresh.ROOT)}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, env=os.environ | environment | path, capture_output=True, text=True, timeout=timeout_s
-    )
 
 
 def filled(nbytes: int, value: int) -> torch.Tensor:

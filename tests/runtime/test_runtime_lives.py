@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -26,12 +24,7 @@ def slow(shortest=0.05, longest=0.1):
 
 
 def start(code, *arguments):
-    path = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    return fresh.started("-c", PREAMBLE + textwrap.dedent(code), *arguments)
 
 
 def run(code, *arguments):
