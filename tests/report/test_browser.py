@@ -38,7 +38,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(params=["light", "dark"])
 def page(request: pytest.FixtureRequest, browser: Any, saved: tuple[Report, Path]) -> Iterator[Any]:
     """The page, offline. What goes wrong in its scripts, and what it asks the network for, fails the test."""
-    context = browser.new_context(color_scheme=request.param, offline=True, viewport={"width": 1280, "height": 1000})
+    context = browser.new_context(color_scheme=request.param, offline=True, viewport={"width": 1280, "height": 1600})
     opened, wrong = context.new_page(), []
     opened.on("pageerror", lambda error: wrong.append(str(error)))
     opened.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
@@ -74,6 +74,17 @@ def test_the_five_lines_and_the_groups(page: Any, saved: tuple[Report, Path]) ->
     assert page.locator("#table tbody tr").count() == len(saved[0].rows())
     assert page.locator("#unfreed").is_visible()
     assert "as an output of the graph" in page.locator("#unfreed").inner_text()
+
+
+@pytest.mark.parametrize("width", [1280, 700])
+def test_nothing_is_cut_off(page: Any, width: int) -> None:
+    """The reason why a tensor stays is a sentence."""
+    page.set_viewport_size({"width": width, "height": 1000})
+    cut = """[...document.querySelectorAll("main *")].filter((each) => each.scrollWidth > each.clientWidth + 1
+        && each.clientWidth && getComputedStyle(each).overflow !== "visible").map((each) => each.textContent)"""
+    assert page.evaluate(cut) == []
+    left = page.evaluate("report.chart.getOption().grid[0].left")
+    assert left <= 0.4 * page.evaluate("report.chart.getWidth()") + 20, "names have room that bars need"
 
 
 def test_zoom_by_wheel_buttons_and_keys(page: Any) -> None:

@@ -400,7 +400,7 @@
     redraw();
   });
   dark.addEventListener("change", redraw);
-  window.addEventListener("resize", () => chart.resize());
+  window.addEventListener("resize", redraw);
 
   $("scope").textContent = `${data.graphs.length === 1 ? "graph" : "graphs"} ${data.graphs.slice(0, 4).join(", ")}` +
     `${data.graphs.length > 4 ? ` and ${data.graphs.length - 4} more` : ""}; ` +
