@@ -35,7 +35,7 @@ from ssd_fx.report.model import WITHIN
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.sizes import parse_budget, parse_positive, parse_tbw
-from ssd_fx.survey import Look, surveyed, uncompiled
+from ssd_fx.survey import Look, ModelCall, TrainingStep, uncompiled
 
 Budget = int | float | str
 BUDGETS: tuple[Budget, ...] = (0, "auto", 0.25, 0.5, 0.75, 1.0)
@@ -84,74 +84,24 @@ def estimate(
     made = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     size = None if batch is None else parsed_batch(batch)
     settings = {"options": options, "dynamic": dynamic, "mode": mode}
-    return of_call(model, called_with(inputs), asked, size, made, settings)
+    return of_call(ModelCall(model, *called_with(inputs), settings), asked, size, made)
 
 
 def of_call(
-    model: Callable[..., Any],
-    call: tuple[Any, Any],
+    call: ModelCall,
     asked: Asked,
     batch: int | None,
     optimizers: Sequence[torch.optim.Optimizer] | None,
-    settings: Mapping[str, Any],
     others: int = 0,
 ) -> Estimate:
-    """The table of a step that is one call of a model. `settings`: options, dynamic and mode, as in `surveyed`.
-
-    `optimizers`, `others`: as in `FoundStep`.
-    """
-    model, call = fake.off_meta(uncompiled(model), call)
+    """The table of a step that is one call of a model. `optimizers`, `others`: as in `Asked.table`."""
+    model, given = fake.off_meta(uncompiled(call.model), (call.args, call.kwargs))
     if batch is not None:
-        call = fake.with_batch(call, batch)
-    look_at: Callable[[Look[Any]], Any] = partial(surveyed, model, call, **settings)
-    found: Found = look_at(asked.look)
-    layers = layers_of(model) if asked.rivals else []
-    step = FoundStep(
-        [found],
-        found.parts.input_bytes,
-        others,
-        optimizers,
-        fake.batch_of(call),
-        layers,
-        lambda: [look_at(kept)],
-        settings,
-    )
-    return asked.table(step)
-
-
-@dataclass(frozen=True)
-class FoundStep:
-    """A training step that runs some graphs, one after the other, and has not run.
-
-    runs: what was found of each graph. input_bytes: of parameters, buffers and inputs. others: bytes of what is there
-    beside these and optimizers' state. optimizers: whose state counts; None if there will be one. batch: its size, if
-    it is known. layers: which one would put checkpoints around. kept: traces the step once more,
-    and returns the plan of each graph with everything kept. settings: of `torch.compile`.
-    """
-
-    runs: Sequence[Found]
-    input_bytes: int
-    others: int
-    optimizers: Sequence[torch.optim.Optimizer] | None
-    batch: int | None
-    layers: Sequence[nn.Module]
-    kept: Callable[[], Sequence[Plan]]
-    settings: Mapping[str, Any]
-
-    @property
-    def own_state(self) -> int:
-        """Bytes of optimizers' state that is there already."""
-        return sum(fake.nbytes_of(list(each.state.values())) for each in self.optimizers or ())
-
-    @property
-    def before(self) -> Before:
-        """What is there before the step, by the figures that a compilation warns of."""
-        found = None if self.optimizers is None else optimizers_of(self.optimizers) or Optimizers("", 0, 0)
-        for name, why in () if found is None else found.guessed.items():
-            text = f"the state of {name} is taken to be as large as that of Adam, for {why}"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
-        trained = min(self.input_bytes, sum(run.parts.trained_bytes for run in self.runs))
-        return Before(self.input_bytes, trained, self.input_bytes + self.own_state + self.others, found)
+        given = fake.with_batch(given, batch)
+    call = replace(call, model=model, args=given[0], kwargs=given[1])
+    found = call.found(asked.look)
+    step = TrainingStep([replace(call, runs=(found,))], {model: None})
+    return asked.table(step, found.parts.input_bytes, optimizers, others)
 
 
 @dataclass(frozen=True)
@@ -176,52 +126,74 @@ class Asked:
         """Finds in a joint graph what the table needs."""
         return partial(plans_for, self.budgets, SHARES if self.rivals else ())
 
-    def table(self, step: FoundStep) -> Estimate:
-        """What the step would need."""
-        config = check_options(step.settings.get("options"))
+    def table(
+        self,
+        step: TrainingStep,
+        input_bytes: int,
+        optimizers: Sequence[torch.optim.Optimizer] | None,
+        others: int,
+    ) -> Estimate:
+        """What the step would need, beside parameters, buffers and inputs of so many bytes.
+
+        optimizers: whose state counts; None if there will be one. others: bytes of what is there beside all these.
+        """
+        first, runs = step.calls[0], step.runs
+        config = check_options(first.settings.get("options"))
         memory = config.memory if self.memory is None and isinstance(config.memory, int) else self.memory
-        runs, before = step.runs, step.before
+        own_state = sum(fake.nbytes_of(list(each.state.values())) for each in optimizers or ())
+        trained = min(input_bytes, sum(run.parts.trained_bytes for run in runs))
+        before = Before(input_bytes, trained, input_bytes + own_state + others, _known(optimizers))
         there = before.total_bytes
         rows = tuple(_prediction(each, [run.plans[i] for run in runs], there) for i, each in enumerate(self.budgets))
         if memory is not None:
             rows += _within(memory - there, [run.lowest for run in runs], there)
-        others, note = _rivals(step, there) if self.rivals else ((), "")
+        rivals, note = _rivals(step, there) if self.rivals else ((), "")
+        batch = fake.batch_of((first.args, first.kwargs))
         counts = Counter(run.own.graph for run in runs)
         highest = max(runs, key=lambda run: replay_of(run.lowest).peak)
         return Estimate(
             ", ".join(graph + (f" x {times}" if times > 1 else "") for graph, times in counts.items()),
-            step.batch,
+            batch,
             sum(run.own.saved_bytes for run in runs),
-            step.input_bytes,
-            step.own_state + before.state_bytes,
+            input_bytes,
+            own_state + before.state_bytes,
             rows,
-            other_bytes=step.others,
+            other_bytes=others,
             state_guessed=before.optimizers is None,
             memory=memory,
             drive_tbw=(self.drive_tbw or config.drive_tbw) / config.ranks.count,  # the other ranks write to them too
             rates=" and ".join(dict.fromkeys(run.rates for run in runs)),
-            rivals=others,
-            note=note,
+            rivals=rivals,
+            note="\n".join(filter(None, (note, step.note))),
             largest=highest.parts.largest,
         )
 
 
-def _rivals(step: FoundStep, there: int) -> tuple[tuple[Prediction, ...], str]:
+def _known(optimizers: Sequence[torch.optim.Optimizer] | None) -> Optimizers | None:
+    """What there is to know of the optimizers, with a warning of each whose state is guessed."""
+    found = None if optimizers is None else optimizers_of(optimizers) or Optimizers("", 0, 0)
+    for name, why in () if found is None else found.guessed.items():
+        text = f"the state of {name} is taken to be as large as that of Adam, for {why}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    return found
+
+
+def _rivals(step: TrainingStep, there: int) -> tuple[tuple[Prediction, ...], str]:
     """What needs no drive, and a note about it. `there`: bytes that are there before the step."""
-    plans, note = _under_checkpoints(step.layers, step.kept)
+    plans, note = _under_checkpoints(step, layers_of(*step.models))
     first = [_prediction(CHECKPOINT, plans, there)] if plans else []
     shares = [_prediction(budgeted(s), [run.alone[i] for run in step.runs], there) for i, s in enumerate(SHARES)]
     return (*first, *(row for row in shares if not any(other.dominates(row) for other in shares))), note
 
 
-def _under_checkpoints(layers: Sequence[nn.Module], survey: Callable[[], Sequence[Plan]]) -> tuple[Sequence[Plan], str]:
+def _under_checkpoints(step: TrainingStep, layers: Sequence[nn.Module]) -> tuple[Sequence[Plan], str]:
     """The plans of a step with a checkpoint around each of the `layers`, and what to note: why there are none, or what
     a layer is."""
     if not layers:
         return (), f"no row of a {CHECKPOINT}: no ModuleList or Sequential of the model has two layers of one class"
     try:
         with checkpointed(layers):
-            plans = survey()
+            plans = step.found(kept)
     except Exception as error:  # anything: the model's own code, in a way in which it may never have run
         said = f"{type(error).__name__}: {first_line(error)}"
         return (), f"no row of a {CHECKPOINT}: {type(layers[0]).__name__} cannot be traced under one ({said})"

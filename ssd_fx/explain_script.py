@@ -25,9 +25,9 @@ from ssd_fx.report.command import add_output, tell
 from ssd_fx.report.describe import describe
 from ssd_fx.report.model import GraphReport
 from ssd_fx.report.report import Report, made
-from ssd_fx.script import TrainingStep, add_script, until_trained
+from ssd_fx.script import add_script, until_trained
 from ssd_fx.sizes import parse_budget
-from ssd_fx.survey import Look
+from ssd_fx.survey import Look, TrainingStep
 
 USAGE = "ssd-fx explain script.py [--budget 0.5] [-o report.html] [--json] [-- the script's own arguments]"
 

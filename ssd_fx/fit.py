@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from ssd_fx import fake
-from ssd_fx.estimate import BUDGETS, Asked, FoundStep, of_call, parsed_batch
+from ssd_fx.estimate import BUDGETS, Asked, of_call, parsed_batch
 from ssd_fx.hardware import DRIVES, MACHINES, Hardware
-from ssd_fx.passes.plan import Plan
 from ssd_fx.refusal import refusing
 from ssd_fx.report.budgets import Estimate
-from ssd_fx.rivals import kept, layers_of
-from ssd_fx.script import ModelCall, TrainingStep, add_script, until_trained
-from ssd_fx.survey import surveyed, uncompiled
+from ssd_fx.script import add_script, until_trained
+from ssd_fx.survey import TrainingStep
 
 USAGE = (
     "ssd-fx fit script.py [--budget 0,0.5,2GiB] [--batch 8,16] [--memory 8GiB] [--machine h100] [-- the script's own "
@@ -82,39 +78,18 @@ def run(flags: argparse.Namespace) -> int:
         step = until_trained(flags.script, flags.behind, lambda gm: asked.look, options)
         if there is not None:
             step.there = {}  # a script's data need not be on the GPU that is not here
-        found = [_of_script(step, asked) if batch is None else _of_batch(step, batch, asked) for batch in batches]
+        inputs = sum(storage.nbytes() for storage in step.inputs.values())
+        found = [
+            asked.table(step, inputs, step.optimizers or None, step.other_bytes)
+            if batch is None
+            else _of_batch(step, batch, asked)
+            for batch in batches
+        ]
     if flags.json:
         print(json.dumps([each.details() for each in found], indent=1))
     else:
         print(*([] if there is None else [_told(there)]), *found, sep="\n\n")
     return 0 if all(each.best for each in found) else 2
-
-
-def _of_script(step: TrainingStep, asked: Asked) -> Estimate:
-    """The table of the step of a script: as `ssd_fx.estimate` of a call."""
-    first = step.calls[0]
-    table = asked.table(
-        FoundStep(
-            step.runs,
-            sum(storage.nbytes() for storage in step.inputs.values()),
-            step.other_bytes,
-            step.optimizers or None,
-            fake.batch_of((first.args, first.kwargs)),
-            layers_of(*step.models) if asked.rivals else [],
-            partial(_kept, step.calls),
-            first.settings,
-        )
-    )
-    return replace(table, note="\n".join(filter(None, (table.note, step.note))))
-
-
-def _kept(calls: Sequence[ModelCall]) -> list[Plan]:
-    """The plans with everything kept of each call's one graph, which is traced again, those of equal calls once."""
-    found = {
-        at: surveyed(uncompiled(call.model), (call.args, call.kwargs), kept, **call.looked_at)
-        for at, call in {id(call): call for call in calls}.items()
-    }
-    return [found[id(call)] for call in calls]
 
 
 def _of_batch(step: TrainingStep, batch: int, asked: Asked) -> Estimate:
@@ -129,8 +104,7 @@ def _of_batch(step: TrainingStep, batch: int, asked: Asked) -> Estimate:
             "would be another batch size in the script"
         )
     (call,) = step.calls
-    given, optimizers = (call.args, call.kwargs), step.optimizers or None
-    return of_call(call.model, given, asked, batch, optimizers, call.looked_at, step.other_bytes)
+    return of_call(call, asked, batch, step.optimizers or None, step.other_bytes)
 
 
 def _elsewhere(flags: argparse.Namespace) -> Hardware | None:

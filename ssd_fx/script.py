@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -28,7 +28,7 @@ from ssd_fx.compat import DataDependentOutputException, _disable_current_modes, 
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.runtime.memory.gauge import storages
 from ssd_fx.runtime.stats import SKIPPED
-from ssd_fx.survey import Look, survey, uncompiled
+from ssd_fx.survey import Look, ModelCall, TrainingStep, survey, uncompiled
 
 _BACKENDS = (backend, "ssd_fx")  # the values of torch.compile's `backend` that mean ours
 
@@ -44,54 +44,6 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words = list(argv)
     at = words.index("--") if words[:1] in (["fit"], ["explain"]) and "--" in words else len(words)
     return words[:at], words[at + 1 :]
-
-
-@dataclass(frozen=True)
-class ModelCall:
-    """A call of what is compiled with ssd_fx.
-
-    settings: the arguments of `torch.compile`. runs: what was found of the graphs that it ran, in their order.
-    """
-
-    model: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    settings: Mapping[str, Any]
-    runs: tuple[Any, ...] = ()
-
-    @property
-    def looked_at(self) -> dict[str, Any]:
-        """The settings under which the call is looked at again."""
-        return {name: self.settings.get(name) for name in ("options", "dynamic", "mode")}
-
-
-@dataclass
-class TrainingStep:
-    """The first step of a script, up to its backward.
-
-    calls: one that ran the same graphs as an earlier one is that one. models: all that was called, and the modules that
-    were passed in. inputs: the storages that were there before the step. optimizers: those that were made before. note:
-    how it ended, where that was not at a backward.
-    """
-
-    calls: list[ModelCall] = field(default_factory=list)
-    models: dict[Callable[..., Any], None] = field(default_factory=dict)
-    inputs: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    there: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    note: str = ""
-
-    @property
-    def runs(self) -> list[Any]:
-        """What was found of each graph that ran, in their order."""
-        return [run for call in self.calls for run in call.runs]
-
-    @property
-    def other_bytes(self) -> int:
-        """Of what the script had, beside the inputs and the state of optimizers."""
-        state = tree_leaves([list(each.state.values()) for each in self.optimizers])
-        owned = self.inputs | {x.untyped_storage()._cdata: x for x in state if isinstance(x, torch.Tensor)}
-        return sum(storage.nbytes() for at, storage in self.there.items() if at not in owned)
 
 
 class _Ended(BaseException):

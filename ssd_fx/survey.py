@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
@@ -18,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from ssd_fx.backend import NoBackward, compile_graph
-from ssd_fx.compat import Unsupported, uncalled
+from ssd_fx.compat import Unsupported, tree_leaves, uncalled
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.runtime.errors import first_line
@@ -26,6 +27,59 @@ from ssd_fx.runtime.errors import first_line
 T = TypeVar("T")
 Look = Callable[[Joint, PlanOptions], T]
 """Looks at a joint graph. It is pickled: see `compile_graph`."""
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """A call of a model that trains.
+
+    settings: the arguments of `torch.compile`. runs: what was found of the graphs that it ran, in their order.
+    """
+
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    settings: Mapping[str, Any]
+    runs: tuple[Any, ...] = ()
+
+    def found(self, look: Look[T]) -> T:
+        """What is found in its one graph, which is traced once more. Raises: as `surveyed`."""
+        chosen = {name: self.settings.get(name) for name in ("options", "dynamic", "mode")}
+        return surveyed(uncompiled(self.model), (self.args, self.kwargs), look, **chosen)
+
+
+@dataclass
+class TrainingStep:
+    """A step up to its backward.
+
+    calls: one that ran the same graphs as an earlier one is that one. models: all that was called, and the modules that
+    were passed in. inputs: the storages that were there before the step. optimizers: those that were made before. note:
+    how it ended, where that was not at a backward.
+    """
+
+    calls: list[ModelCall] = field(default_factory=list)
+    models: dict[Callable[..., Any], None] = field(default_factory=dict)
+    inputs: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    there: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def runs(self) -> list[Any]:
+        """What was found of each graph that ran, in their order."""
+        return [run for call in self.calls for run in call.runs]
+
+    def found(self, look: Look[T]) -> list[T]:
+        """What is found in each call's one graph, which is traced once more, those of equal calls once."""
+        traced = {at: call.found(look) for at, call in {id(call): call for call in self.calls}.items()}
+        return [traced[id(call)] for call in self.calls]
+
+    @property
+    def other_bytes(self) -> int:
+        """Of what the script had, beside the inputs and the state of optimizers."""
+        state = tree_leaves([list(each.state.values()) for each in self.optimizers])
+        owned = self.inputs | {x.untyped_storage()._cdata: x for x in state if isinstance(x, torch.Tensor)}
+        return sum(storage.nbytes() for at, storage in self.there.items() if at not in owned)
 
 
 def surveyed(
