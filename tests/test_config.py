@@ -114,7 +114,10 @@ BAD = [
     ({"disk_limit": 0}, r"disk_limit=0 lets nothing be written; without the option there is no limit"),
     ({"dirs": {"/a": 1}}, r"dirs=\{'/a': 1\} is not a list of directories"),
     ({"dirs": b"/a"}, r"dirs=b'/a' is not a list of directories"),
-    ({"keep": {"head"}}, r"keep=\{'head'\} is no list of module name patterns"),
+    ({"keep": {"head"}}, r"keep=\{'head'\} is no list of module name patterns; right would be e\.g\."),
+    ({"offload": 3}, r"offload=3 is no list of module name patterns"),
+    ({"offload": [3]}, r"offload=\[3\] is no list of module name patterns"),
+    ({"offload": None}, r"offload=None is no list of module name patterns"),
     ({"min_bytes": np.int64(-1)}, r"min_bytes=.*-1.* is not a size"),
     ({"budget": np.float32(1.5)}, r"budget=.*1\.5.* is not a budget"),
     ({"zzz": 1}, r"no option 'zzz'\. The options are: dirs, memory, budget"),
@@ -133,6 +136,16 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert found == (0, 0.25, 5)
     assert [type(each) for each in found] == [int, float, int]
     assert json.loads(Config.make({"budget": np.int64(1 << 20)}).runtime_json())["budget"] == 1 << 20
+
+
+@pytest.mark.parametrize("said", ["head, blocks.*", ["head", "blocks.*"], " head , head,blocks.*"])
+def test_lists_of_patterns(said: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    meant = ("head", "blocks.*")
+    config = Config.make({"keep": said, "offload": said})
+    assert (config.keep, config.offload) == (meant, meant)
+    assert Config.make({"keep": "", "offload": ()}).keep == ()
+    monkeypatch.setenv("SSD_FX_KEEP", "head, blocks.*")
+    assert Config.make().keep == meant
 
 
 def test_any_sequence_is_a_list() -> None:

@@ -19,7 +19,6 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import CheckpointPolicy
 
 import ssd_fx
-from ssd_fx import Config
 from tests.bitwise import assert_same_bits
 from tests.inductor import graphs_cached_in
 from tests.models import Named, NamedBlock
@@ -523,30 +522,6 @@ def test_a_renamed_module_is_another_entry_of_the_compile_cache(options: dict[st
             gradients(torch.compile(Act(name), backend=ssd_fx.backend, options=options | more), *inputs())
             offloaded.append(ssd_fx.stats().offloaded_bytes)
     assert offloaded[0] != offloaded[1] == 0
-
-
-@pytest.mark.parametrize(
-    ("said", "meant"),
-    [
-        *[("a,b.*", ("a", "b.*")), (["a", "b.*"], ("a", "b.*")), ("", ()), ((), ()), (" a , a", ("a",))],
-    ],
-)
-def test_lists_of_patterns(said: object, meant: tuple[str, ...]) -> None:
-    assert Config.make({"keep": said}).keep == meant
-    assert Config.make({"offload": said}).offload == meant
-
-
-def test_the_environment_has_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSD_FX_KEEP", "blocks.0, *.attn")
-    assert Config.make().keep == ("blocks.0", "*.attn")
-
-
-@pytest.mark.parametrize("value", [3, [3], None, {"a": 1}])
-def test_what_is_no_list_of_patterns(value: object) -> None:
-    with pytest.raises(
-        ValueError, match=r"option offload=.* is no list of module name patterns; right would be e\.g\."
-    ):
-        Config.make({"offload": value})
 
 
 def test_a_preference_has_no_effect_where_all_may_stay(options: dict[str, object]) -> None:
