@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+import ssd_fx
 from ssd_fx.passes import candidates, pipeline, proposals
 from ssd_fx.passes.candidates import Candidate
 from ssd_fx.passes.cost.operators import is_extern
@@ -95,6 +96,10 @@ def test_a_selective_partition_computes_again_what_takes_no_product() -> None:
         again = {node.target for node in backward.nodes if node.name in both and is_extern(node)}
         saved = [node.target for node in found.partition.saved if node.op == "call_function"]
         names = {n.name for n in found.partition.saved}
+        stay = set(map(storage_of, found.partition.saved))
+        marked = [node for node in (*forward.nodes, *backward.nodes) if RECOMPUTED in node.meta]
+        assert {node.name for node in marked} == found.again
+        assert stay.isdisjoint(map(storage_of, marked)), "not even a view of what is saved is computed again"
         return saved, again, names, {recomputed.base for recomputed in found.plan.recomputed}
 
     saved, again, names, told = toys.with_joint(residual, arguments(), cut)
@@ -169,15 +174,42 @@ def test_what_the_caller_may_change_is_no_source() -> None:
         return x.sum()
 
     def found(gm: Any, inputs: Any, **kwargs: Any) -> set[str]:
-        from ssd_fx.passes import pipeline
-
-        partition = pipeline.joint_of(gm, inputs, kwargs).partition()
-        again = between_layers(partition).again
-        sources = [s for n in partition.forward.graph.nodes if n.name in again for s in n.all_input_nodes]
+        joint, options = pipeline.joint_of(gm, inputs, kwargs), toys.options(recompute=True)
+        own = proposals.cut(joint, options)
+        priced = proposals.decide(own.partition, options, budget=1.0, priced=True, quick=True, analysed=own.plan)
+        selective = candidates.selective(joint, own, priced, options)
+        assert selective is not None
+        again = {*between_layers(own.partition).again, *selective.again}
+        sources = [s for n in own.partition.forward.graph.nodes if n.name in again for s in n.all_input_nodes]
         return {s.name for s in sources if s.op == "placeholder"}
 
     scale = torch.rand(16)
     assert toys.with_joint(scaled, (*arguments(), scale), found) == set()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sizes_end_no_chain(dynamic: bool) -> None:
+    """They are the same in the backward. A selective partition saves those that it needs, and no product of them."""
+    taken = list[Candidate]()
+
+    def noted(*args: Any) -> Candidate | None:
+        taken.extend(filter(None, [candidates.selective(*args)]))
+        return taken[-1]
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(w.chunk(2 * LAYERS)[::2], w.chunk(2 * LAYERS)[1::2], strict=True):
+            norm = x * torch.rsqrt(x.square().sum(-1, keepdim=True) / (x.shape[0] * x.shape[1]) + 1e-5)
+            x = x + F.gelu(norm @ up) @ down.t()
+        return x.sum()
+
+    options = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "machine": SLOW}
+    options |= {"budget": 0.5, "recompute": True}
+    with mock.patch.object(proposals, "selective", noted):
+        torch.compile(step, backend=ssd_fx.backend, dynamic=dynamic, options=options)(*arguments()).backward()
+    (found,) = taken
+    assert len(found.again) >= 2 * LAYERS
+    sizes = [n.meta["val"] for n in found.partition.saved if isinstance(n.meta["val"], torch.SymInt)]
+    assert all(size.node.expr.is_symbol for size in sizes)
 
 
 def sweeping(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
