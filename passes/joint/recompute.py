@@ -148,7 +148,7 @@ class Joint:
         for node in module.graph.nodes:
             if RECOMPUTED in node.meta and _is_seeded(node):
                 node.target = _DrawsNothing(node.target)
-        with functorch_config.patch(cse=False, **(_SPARING if maybe else {})):
+        with functorch_config.patch({"cse": False} | (_SPARING if maybe else {})):
             try:
                 graphs = self._cut(module)
             except RuntimeError as error:
