@@ -106,7 +106,8 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
 
     Of two that do not read each other the later one would run at the earlier place. What it writes, and all that it
     needs, would be alive from there on. Inductor itself refuses pairs that are 64 kernels apart. A running sum would
-    wait for the next term, and with it all terms before. Our nodes are no calls: the plan fuses without them.
+    wait for the next term, and with it all terms before. A loop that copies a tensor into a part of a `cat` would begin
+    the whole of that. Our nodes are no calls: the plan fuses without them.
     """
     calls = sorted(n.min_order for n in nodes if isinstance(n, ExternKernelSchedulerNode) and not is_ours(n))
     again, running = (
@@ -125,16 +126,25 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
         earlier, later = (not again.isdisjoint(n.get_name() for n in each.get_nodes()) for each in in_order)
         shared = scheduler.score_fusion_memory(one, other)
         written = sum(dep.numbytes_hint() for dep in in_order[1].read_writes.writes)
-        apart = are_apart(between(one, other), earlier, later, shared, written)
+        apart = are_apart(between(one, other), earlier, later, shared, written) or would_begin_cat(one, other)
         return apart or are_long_distant(one, other)
+
+    def would_begin_cat(one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
+        return between(one, other) > 0 and _is_part_of_cat(max(one, other, key=lambda node: node.min_order))
 
     def goes_into(one: BaseSchedulerNode, reader: BaseSchedulerNode, **more: Any) -> bool:
         is_sum = not running.isdisjoint(n.get_name() for n in one.get_nodes())
-        return not (is_sum and between(one, reader) > 0) and bool(can_fuse_vertical(one, reader, **more))
+        apart = (is_sum and between(one, reader) > 0) or would_begin_cat(one, reader)
+        return not apart and bool(can_fuse_vertical(one, reader, **more))
 
     # of this scheduler alone
     scheduler.are_long_distant_nodes = far  # type: ignore[method-assign,assignment]
     scheduler.can_fuse_vertical = goes_into  # type: ignore[method-assign,assignment]
+
+
+def _is_part_of_cat(node: BaseSchedulerNode) -> bool:
+    layouts = (getattr(part.node, "layout", None) for part in node.get_nodes())
+    return any(isinstance(layout, ir.NonOwningLayout) for layout in layouts)
 
 
 def _refuse_plain_calls(nodes: list[BaseSchedulerNode]) -> None:
