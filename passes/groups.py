@@ -8,10 +8,12 @@ members                [==]  [===]             each has a layout within the stor
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +145,15 @@ class AliasGroup:
         """`layout`, of a group that has no obstacle."""
         assert self.layout is not None
         return self.layout
+
+
+def is_channels_last(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the channels of each pixel follow each other for certain; asking adds no guard."""
+    steps = zip(size, stride, last(size), strict=True)
+    return all(statically_known_true(sym_eq(a, b)) or statically_known_true(n == 1) for n, a, b in steps)
+
+
+def last(size: Sequence[int]) -> tuple[int, ...]:
+    """The strides of images in which the channels of each pixel follow each other."""
+    _, channels, rows, columns = size
+    return (math.prod((channels, rows, columns)), 1, columns * channels, channels)

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from ssd_fx.compat import OpOverload
 from ssd_fx.passes.cost.operators import hint, operator_of
+from ssd_fx.passes.groups import is_channels_last
 from ssd_fx.passes.partition import arguments_of, called, tensor_of
 
 aten = torch.ops.aten
@@ -25,6 +26,7 @@ ROWS = 128  # to a multiple of which flash attention rounds up the rows of a seq
 # of sums; the columns that it reads at once, and a line of the cache, in elements.
 BLOCK_ROWS, BLOCK_DEPTH, BLOCK_COLUMNS = 256, 512, 1024
 NARROW, LINE = 64, 16
+BLOCK, LARGE_KERNEL = 16, 14  # channels of a block of a convolution, and the largest kernel that it is made for
 UNPACKED = 16**3  # so many multiplications are left to a loop (`mkldnn_gemm` in Matmul.cpp)
 
 
@@ -34,6 +36,8 @@ def workspace_bytes(node: fx.Node) -> int:
         return 0
     if operator_of(node) in _PRODUCTS:
         return _product(node)
+    if operator_of(node) in (aten.convolution, aten.convolution_backward):
+        return _convolution(node)
     heads_first = operator_of(node) is aten._scaled_dot_product_flash_attention_backward
     if heads_first or operator_of(node) is aten._flash_attention_backward:
         return _flash_backward(node, heads_first=heads_first)
@@ -73,6 +77,46 @@ def _packed(a: _Matrices, b: _Matrices) -> int:
     else:
         block, packed, sums = min(depth, BLOCK_DEPTH if depth <= 2 * BLOCK_DEPTH else 2 * BLOCK_DEPTH), 0, NARROW
     return torch.get_num_threads() * (packed + b.itemsize * block * NARROW + 4 * rows * sums)
+
+
+def _convolution(node: fx.Node) -> int:
+    """Of a convolution of images on the CPU: what oneDNN makes of the weight, which lies with its channels last.
+
+    The forward, and the gradient of the image, read blocks of 16 channels. The gradient of a weight is computed in such
+    blocks, in float32, and copied twice. A kernel of more than 14 rows or columns is a product of matrices there, of
+    all pixels that a result reads. The gradient of an image behind a convolution that takes steps is computed from a
+    padded copy of the result's, one image a thread. Counted with AVX-512 and PyTorch 2.13.
+    """
+    given = arguments_of(node)
+    weight, image = tensor_of(given["weight"]), tensor_of(given["input"])
+    if weight is None or image is None or weight.ndim != 4 or weight.device.type != "cpu" or given["transposed"]:
+        return 0
+    out, of, *kernel = (int(hint(n)) for n in weight.shape)
+    window = math.prod(kernel)
+    steps = [*given["stride"], *given["stride"]][:2]
+    if window == 1 and steps == [1, 1]:
+        return 0
+    plain, blocks = weight.itemsize * out * of * window, _up(out, BLOCK) * of * window * weight.itemsize
+    if operator_of(node) is aten.convolution:
+        return blocks
+    result = tensor_of(given["grad_output"])
+    assert result is not None
+    rows, columns = (int(hint(n)) for n in result.shape[-2:])
+    to_image, to_weight, _ = given["output_mask"]
+    image_bytes = weight_bytes = 0
+    if to_image:
+        image_bytes = _up(of, BLOCK) * out * window * weight.itemsize
+        if steps != [1, 1]:
+            padded = (rows + kernel[0] - 1) * (columns + kernel[1] - 1)
+            image_bytes += torch.get_num_threads() * out * padded * weight.itemsize
+    if to_weight:
+        plain, blocks = 4 * out * of * window, 4 * _up(out, BLOCK) * (of if of < BLOCK else _up(of, BLOCK)) * window
+        weight_bytes = plain + blocks
+        if max(kernel) > LARGE_KERNEL:
+            weight_bytes = 4 * plain + 2 * 4 * of * window * rows * columns
+        if not is_channels_last(weight.shape, weight.stride()):
+            weight_bytes += plain
+    return max(image_bytes, weight_bytes)
 
 
 class _Matrices(NamedTuple):
