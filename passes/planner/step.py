@@ -19,6 +19,7 @@ from torch import fx
 
 from ssd_fx.passes.axis import Choice, Item, Shared, Step
 from ssd_fx.passes.cost.footprint import Buffers, both_buffers
+from ssd_fx.passes.cost.operators import is_inlined
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of
 from ssd_fx.passes.plan import Plan
 
@@ -150,7 +151,20 @@ class _Modelling:
         elsewhere |= {storage_of(n) for n in graph.find_nodes(op="placeholder")}  # there before the step
         made = buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))
         held = sum(nbytes for key, nbytes in buffers.nbytes.items() if key in given)
-        return [held + alive for alive in made]
+        early = self._made_early(buffers)
+        return [held + alive + before for alive, before in zip(made, early, strict=True)]
+
+    def _made_early(self, buffers: Buffers) -> list[int]:
+        """Bytes of the groups that a loop makes before their place in the graph, where they can first be stored."""
+        nodes = {n.name: n for n in self.partition.forward.graph.nodes}
+        change = [0] * (len(nodes) + 1)
+        for group in self.plan.groups:
+            item, base = self.plan.items.get(group.slot), nodes[group.base]
+            first = buffers.first.get(storage_of(base) or 0)
+            if item is not None and first is not None and first < item.produced and is_inlined(base):
+                change[buffers.functions.get(first, (first, first))[0]] += group.nbytes
+                change[item.produced] -= group.nbytes
+        return list(itertools.accumulate(change))[:-1]
 
     def _backward_base(self, buffers: Buffers) -> list[int]:
         graph, given = self.partition.backward.graph, self.partition.forward.graph.find_nodes(op="placeholder")
