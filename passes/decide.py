@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from ssd_fx.passes.alias.channels import lay_out
 from ssd_fx.passes.alias.copies import merge_copies
 from ssd_fx.passes.alias.storages import alias
 from ssd_fx.passes.cost.lifetime import lifetime
@@ -41,6 +42,7 @@ def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
             recompute=options.recompute,
         ),
         merge_copies,  # after mark: a copy that is marked otherwise than its source stays a separate group
+        *([lay_out] if options.inner == "inductor" else []),  # after merge_copies, which compares the graph's strides
         partial(time, machine=machine),
         lifetime,
     )

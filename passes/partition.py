@@ -59,6 +59,11 @@ class Partition:
         return self.forward.graph.output_node()
 
     @property
+    def is_of_region(self) -> bool:
+        """Whether it is of a nested region. Inductor gives all that a region returns the strides of the graph."""
+        return "desc" not in self.fwd_output.meta
+
+    @property
     def saved(self) -> list[fx.Node]:
         """The forward outputs that the backward receives, in order."""
         return [n for n in self._outputs[self.num_fwd_outputs :] if isinstance(n, fx.Node)]

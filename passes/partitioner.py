@@ -79,7 +79,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return (forward, backward), as `min_cut_rematerialization_partition` does, which gets all `kwargs`."""
         stages = Stages(on=self.report is not None or (self.log is not None and is_traced()))
-        joint = pipeline.joint_of(gm, joint_inputs, kwargs, stages, self.lasting)
+        joint = pipeline.joint_of(gm, joint_inputs, kwargs, stages, self.lasting, self.options.inner)
         keeps_all = self.keeps_all or hooks_are_compiled_in()
         if self.survey is not None:
             with user_errors():

@@ -2,13 +2,14 @@
 
     JOINT              on the joint graph, before PyTorch's min-cut partitions it
     AFTER_CUT          on every partition that PyTorch's min-cut makes of it
+    FOR_INDUCTOR       the same, if Inductor compiles it
     analyses           facts about a partition, which no decision changes (`decide.py`)
     decisions          keep, offload or recompute each alias group, and where the nodes go (`decide.py`)
     rewrite            puts the nodes of the plan into both graphs
     LAST               on both graphs, whatever was planned
     inductor_passes    within Inductor, on its graph and on its kernels
 
-`proposals.py` runs AFTER_CUT, analyses and decisions for several partitions. The verifier runs after every pass of
+`proposals.py` runs both, analyses and decisions for several partitions. The verifier runs after every pass of
 analyses and decisions, and after the rewrite. `lowering/audit.py` checks the generated code when it is written.
 """
 
@@ -22,6 +23,7 @@ from torch import fx
 
 from ssd_fx.compat import TAKES_SEVERAL_PASSES, CustomGraphPass, CustomPartitionerFn, inductor_config
 from ssd_fx.passes.decide import has_host_tier
+from ssd_fx.passes.joint.conv_operands import as_they_are, turn_operands
 from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
 from ssd_fx.passes.joint.recompute import Joint
@@ -51,6 +53,9 @@ AFTER_CUT: tuple[Callable[[Partition], None], ...] = (
     copy_changed_inputs,  # only the cut says what the backward reads of the inputs that the step changes
 )
 
+FOR_INDUCTOR: tuple[Callable[[Partition], None], ...] = (
+    turn_operands,  # kernels of an interpreted graph would return results with other strides than the views expect
+)
 
 LAST: tuple[Callable[[Partition], None], ...] = (
     refuse_stand_ins,  # after the rewrite: it is about what is kept, even if that is everything
@@ -84,7 +89,6 @@ def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str,
     """
     # These import Inductor's scheduler.
     from ssd_fx.passes.lowering.order import BeforeFusion, PinOrder
-    from ssd_fx.passes.lowering.sums import write_running_sums
 
     def first(ours: Callable[[fx.Graph], None], theirs: Any) -> OursFirst:
         return OursFirst(ours, version, _as_tuple(theirs))
@@ -98,8 +102,8 @@ def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str,
         # the fused kernel, and Inductor removes an alias anyway
         "joint_custom_pre_pass": first(lift, inductor_config.joint_custom_pre_pass),
         "custom_partitioner_fn": partitioner,  # JOINT to LAST
-        # before Inductor makes products and additions one
-        "post_grad_custom_pre_pass": beside(write_running_sums, inductor_config.post_grad_custom_pre_pass),
+        # before Inductor makes products and additions one, and before it asks what strides an output has
+        "post_grad_custom_pre_pass": beside(_before_patterns, inductor_config.post_grad_custom_pre_pass),
         # before fusion, which could reverse operators that communicate
         "_pre_fusion_custom_pass": BeforeFusion(version, inductor_config._pre_fusion_custom_pass),
         # after fusion: makes the planned order the only one that later passes can choose
@@ -113,15 +117,18 @@ def joint_of(
     arguments: dict[str, Any],
     stages: Stages = _UNSEEN,
     lasting: frozenset[int] | None = None,
+    inner: str = "inductor",
 ) -> Joint:
-    """The joint graph, ready to be cut; `inputs`, `arguments` are those of PyTorch's min-cut, `lasting` of `Joint`."""
+    """The joint graph, ready to be cut; `inputs`, `arguments` are those of PyTorch's min-cut, `lasting` of `Joint`.
+
+    `inner`: what compiles the graphs, as in the options."""
     stages.after("joint", joint=gm)
     for each in JOINT:
         other = each(gm.graph)
         if other is not None:
             gm.graph = other
         stages.after(each.__name__, joint=gm)
-    return Joint(gm, inputs, arguments, AFTER_CUT, lasting)
+    return Joint(gm, inputs, arguments, (*AFTER_CUT, *(FOR_INDUCTOR if inner == "inductor" else ())), lasting)
 
 
 def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
@@ -148,6 +155,13 @@ def finish(partition: Partition, stages: Stages = _UNSEEN) -> None:
     for each in LAST:
         each(partition)
         stages.after(each.__name__, forward=partition.forward, backward=partition.backward)
+
+
+def _before_patterns(graph: fx.Graph) -> None:
+    from ssd_fx.passes.lowering.sums import write_running_sums
+
+    write_running_sums(graph)
+    as_they_are(graph)
 
 
 def _as_tuple(passes: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@
 `seq`: the planned position of the node among our nodes in its graph.
 `tier`: where the plan wants the tensor, "host", "ssd" or empty for either. `binding`: it is never resident.
 `later`: the write begins when the next forward does, unless the load comes first.
+`stride`: of a store, the strides in which Inductor is to pass the tensor; None: those of the graph.
 `relies_on`: one of `layout.RELIES_ON`. `donate`: the load may return the stored tensor itself.
 
 The contract is in docs/design.md. The waits mutate an argument, so neither FX nor Inductor drops or merges them.
@@ -43,7 +44,7 @@ from ssd_fx.runtime.stores import forward_begins, get_store, go_on, stores
 _SCHEMAS = (
     "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes, str about='') -> ()",
     "store(Tensor x, str config, str graph, int slot, int seq, str tier='', bool binding=False, bool later=False,"
-    " SymInt[]? size=None, ScalarType? dtype=None) -> Tensor",
+    " SymInt[]? size=None, ScalarType? dtype=None, SymInt[]? stride=None) -> Tensor",
     "stand_in(SymInt[] size, ScalarType dtype, Device device) -> Tensor",
     "refuse_stand_ins(Tensor[] saved) -> ()",
     "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool block=False) -> ()",
@@ -83,6 +84,7 @@ def _store(
     later: bool = False,
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    stride: Sequence[int] | None = None,
 ) -> Tensor:
     check_not_captured(x.device)
     handle = stand_in(x.shape if size is None else size, x.dtype if dtype is None else dtype, x.device)
@@ -158,6 +160,7 @@ def _fake_store(
     later: bool = False,
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    stride: Sequence[int] | None = None,
 ) -> Tensor:
     return _fake_stand_in(x.shape if size is None else size, x.dtype if dtype is None else dtype, x.device)
 

@@ -126,7 +126,7 @@ class Options:
     recompute: Annotated[bool, "flag", PLAN] = True
     min_bytes: Annotated[int, "size", PLAN] = 1 << 20
     engine: Annotated[str, "engine", PLAN, RUNTIME] = "auto"
-    inner: Annotated[str, "compiler"] = "inductor"
+    inner: Annotated[str, "compiler", PLAN] = "inductor"
     inflight: Annotated[int | str, "size or auto", RUNTIME] = "auto"
     prefetch: Annotated[int, "size", PLAN, RUNTIME] = 64 << 20
     dump: Annotated[str, "path"] = ""

@@ -98,7 +98,8 @@ def _convolution(node: fx.Node) -> int:
         return 0
     plain, blocks = weight.itemsize * out * of * window, _up(out, BLOCK) * of * window * weight.itemsize
     if operator_of(node) is aten.convolution:
-        return blocks
+        turned = sum(_turned(given[name]) for name in ("input", "weight"))
+        return blocks + turned
     result = tensor_of(given["grad_output"])
     assert result is not None
     rows, columns = (int(hint(n)) for n in result.shape[-2:])
@@ -117,6 +118,15 @@ def _convolution(node: fx.Node) -> int:
         if not is_channels_last(weight.shape, weight.stride()):
             weight_bytes += plain
     return max(image_bytes, weight_bytes)
+
+
+def _turned(operand: fx.Node) -> int:
+    """The copy with its channels last that Inductor makes of an input which a convolution reads."""
+    tensor = tensor_of(operand)
+    assert tensor is not None
+    if operand.op != "placeholder" or is_channels_last(tensor.shape, tensor.stride()):
+        return 0
+    return int(hint(tensor.numel())) * tensor.itemsize
 
 
 class _Matrices(NamedTuple):

@@ -69,10 +69,12 @@ class ReleaseKernel(AuditedKernel):
 
 
 def _lower_store(x: Any, *args: Any) -> Any:
-    # The members of the group are rebuilt from these strides in the backward, so Inductor may not choose others.
+    # The load asks for these strides, and the members of the group are rebuilt from them, so Inductor may not choose
+    # others.
     base = V.graph.current_node.args[0]
     assert isinstance(base, torch.fx.Node)
-    stride = base.meta["val"].stride()
+    given = dict(zip((a.name for a in ops.store.default._schema.arguments[1:]), args, strict=False))
+    stride = given.get("stride") or base.meta["val"].stride()
     x.realize()  # otherwise Inductor requires the strides of a copy, and other readers of `x` compute it once more
     x = ir.ExternKernel.realize_input(ir.ExternKernel.require_exact_strides(x, stride))
     if _is_in_memory_of_another(x, base):

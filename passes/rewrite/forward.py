@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.node import Argument
 
 from ssd_fx.compat import OpOverload
+from ssd_fx.passes.alias.channels import is_laid_out
 from ssd_fx.passes.groups import AliasGroup, Member
 from ssd_fx.passes.partition import NOT_CHECKED, STORED, Partition
 from ssd_fx.passes.plan import Offload, Plan
@@ -75,18 +76,22 @@ class ForwardWriter:
             args = (self.sizes.of(saved[k].shape), saved[k].dtype, saved[k].device)
             self._save_instead(group.members[k], ops.stand_in.default, args, f"{name}_{k}")
 
-    def _named_shapes(self, group: AliasGroup) -> list[torch.Size]:
-        """The shapes that the store of a group, and the stand-ins of its members, have as arguments."""
-        base = self.by_name[group.base].meta["val"]
+    def _named_shapes(self, group: AliasGroup) -> list[tuple[int, ...]]:
+        """The sizes and strides that the store of a group, and the stand-ins of its members, have as arguments."""
+        base = self.by_name[group.base]
         saved = [self.by_name[m.name].meta["val"] for m in group.members]
-        is_base = group.pack is None and _is_alike(saved[0], base)
-        named = saved[1:] if is_base else saved
-        return [val.shape for val in named]
+        is_base = group.pack is None and _is_alike(saved[0], base.meta["val"])
+        named = saved[1:] if is_base and not is_laid_out(group, base) else saved
+        strides = [group.stored.stride] if is_laid_out(group, base) else []
+        return [*(val.shape for val in named), *strides]
 
     def _optional(self, group: AliasGroup, later: bool, stored: torch.Tensor, first: torch.Tensor) -> list[Any]:
         """The optional arguments of a store, up to the last that is no default; `first`: the first member."""
         decision = self.plan.decisions[group.slot]
         assert isinstance(decision, Offload)
+        if is_laid_out(group, self.by_name[group.base]):
+            shape, stride = self.sizes.of(first.shape), self.sizes.of(group.stored.stride)
+            return [decision.tier, decision.binding, later, shape, first.dtype, stride]
         if not _is_alike(stored, first):
             return [decision.tier, decision.binding, later, self.sizes.of(first.shape), first.dtype]
         if later:

@@ -120,5 +120,16 @@ def refresh(replaced: fx.Node, old: int, mode: FakeTensorMode) -> None:
     while work:
         for user in work.pop(0).users:
             if any(storage_key(v) == old for v in tensors_of(user)):
-                infer(user, mode)
+                _infer_view(user, mode)
                 work.append(user)
+
+
+def _infer_view(node: fx.Node, mode: FakeTensorMode) -> None:
+    """Like `infer`. A view that other strides do not allow becomes a reshape, as Inductor makes of every view."""
+    try:
+        infer(node, mode)
+    except (RuntimeError, ValueError):
+        if node.target is not aten.view.default:
+            raise
+        node.target = aten.reshape.default
+        infer(node, mode)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 import ssd_fx.runtime.ops  # noqa: F401  (defines torch.ops.ssd_fx)
+from ssd_fx.passes.alias.channels import is_laid_out
 from ssd_fx.passes.partition import (
     Partition,
     arguments_of,
@@ -50,7 +51,9 @@ def verify_graphs(partition: Partition, plan: Plan, before: Before) -> None:
     ours |= _verify_order(backward, plan.schedule.backward, slots, "backward")
     _verify_forward(partition, plan, ours)
     _verify_backward(partition, plan, ours)
-    before.verify(partition, copied=any(g.pack is not None and g.pack.copy for g in plan.offloaded))
+    bases = {n.name: n for n in forward}
+    other = any((g.pack is not None and g.pack.copy) or is_laid_out(g, bases[g.base]) for g in plan.offloaded)
+    before.verify(partition, restrided=other)
     before.reads.verify(partition, plan)
 
 

@@ -40,10 +40,11 @@ class Before:
         unpaired = frozenset(n.name for n in partition.saved if n.name not in placeholders)
         return Before(unpaired, *_facts(partition), Reads.of(partition))
 
-    def verify(self, partition: Partition, *, copied: bool = False) -> None:
+    def verify(self, partition: Partition, *, restrided: bool = False) -> None:
         """Check that nothing changed.
 
-        `copied`: dense copies of slices are stored, so strides in the backward may differ.
+        `restrided`: dense copies of slices are stored, or images in Inductor's layout, so strides in the backward may
+        differ.
 
         Raises:
             VerifyError: something changed.
@@ -56,7 +57,7 @@ class Before:
             require(new.inputs == old.inputs, text, "insert")
         _verify_nodes(partition.forward.graph, self.forward, forward, strides=True)
         _verify_ends("forward", self.forward, forward)
-        _verify_nodes(partition.backward.graph, self.backward, backward, strides=not copied)
+        _verify_nodes(partition.backward.graph, self.backward, backward, strides=not restrided)
         _verify_ends("backward", self.backward, backward)
 
 

@@ -6,6 +6,8 @@ They are many modules, which `import ssd_fx` does without. So nothing imports th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,6 +54,18 @@ has_saved_lowp_output_use: Any = getattr(lowering, "_has_saved_lowp_output_use",
 
 can_use_4x_random: Any = getattr(TritonOverrides, "_can_use_4x_random", None)
 """Whether a kernel may draw four numbers at once. In torch 2.13 those of one dimension do; None before."""
+
+
+def has_channels_last(module: torch.fx.GraphModule) -> bool:
+    """Whether Inductor lays the convolutions of a graph that is trained out with their channels last."""
+    return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
+
+
+def prefer_channels_last(module: torch.fx.GraphModule) -> Iterable[torch.fx.Node]:
+    """The nodes of such a graph that it would rather lay out with their channels last."""
+    lowering: Any = SimpleNamespace(module=module)
+    found: Iterable[torch.fx.Node] = GraphLowering.find_nodes_prefer_channels_last(lowering)
+    return found
 
 
 def draws_one_by_one() -> bool:

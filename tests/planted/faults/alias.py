@@ -142,4 +142,20 @@ FAULTS = (
         "compression makes every true byte a 1, and the backward reads bytes: wrong gradients",
         "tests/test_training.py::test_bools_that_are_read_as_numbers_are_not_compressed",
     ),
+    Fault(
+        "an_image_that_is_read_by_place_is_turned",
+        "passes/alias/channels.py",
+        "return node.target.overloadpacket.__name__ not in _BY_PLACE",
+        "return True",
+        "wrong gradients: `as_strided` counts elements of an image whose channels have become the last",
+        "tests/passes/alias/test_channels.py",
+    ),
+    Fault(
+        "an_image_is_stored_in_the_order_of_the_graph",
+        "passes/lowering/inductor.py",
+        'stride = given.get("stride") or base.meta["val"].stride()',
+        'stride = base.meta["val"].stride()',
+        "each image that a convolution reads is twice in memory until it is written, and copied when it is loaded",
+        "tests/passes/alias/test_channels.py",
+    ),
 )

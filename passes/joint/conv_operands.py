@@ -1,0 +1,88 @@
+"""Convolutions' weights are saved themselves, and the backward turns what its convolutions read of inputs.
+
+    Inductor    w_1 = channels last of w; ...; conv(x, w_1); save w_1      a copy of each weight, during the whole step
+    this        ...; conv(x, channels last of w); save w                   a copy during the call alone, in the
+                ...; convolution_backward(dy, x, clone(w))                 forward and in the backward
+
+Where Inductor lays convolutions out with their channels last it turns the inputs that they read. What of these is saved
+is turned where the forward begins, and the copy is saved, although the parameter is there anyway. `as_they_are` tells
+Inductor to save weights with the strides that they have. In the backward the turning is written into the graph, which
+has the strides there that it would have with such copies, and the plan counts it.
+
+Hazard: in the forward no node may yield other strides than before. `as_strided` counts elements by the strides of the
+graph, and the caller gets its outputs with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ssd_fx.passes.groups import is_channels_last
+from ssd_fx.passes.partition import Partition, arguments_of, tensor_of
+
+aten = torch.ops.aten
+
+
+def turn_operands(partition: Partition) -> None:
+    """Have the backward's convolutions read copies of inputs, with their channels last, as Inductor saves them."""
+    if not lays_out(partition):
+        return
+    made = {n.name for n in partition.saved if n.op != "placeholder"}  # Inductor saves it as it wants to have it
+    for node in partition.backward.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        for at, operand in enumerate(node.args[:3]):
+            if operand.op == "placeholder" and operand.name not in made and _is_read(node, at):
+                _turn(node, operand)
+    partition.recompile()
+
+
+def lays_out(partition: Partition) -> bool:
+    """Whether Inductor lays the convolutions of the forward out with their channels last (`decide_layout_opt` in its
+    graph.py, torch 2.13)."""
+    if partition.is_of_region or not any(n.target is aten.convolution.default for n in partition.forward.graph.nodes):
+        return False
+    from ssd_fx.compat.inductor import has_channels_last  # these import Inductor's compiler
+
+    return has_channels_last(partition.forward)
+
+
+def as_they_are(graph: fx.Graph) -> None:
+    """Tell Inductor that the weights which a forward saves have the strides that the caller sees."""
+    output = graph.output_node()
+    visible = output.meta.get("user_visible_output_idxs")
+    if visible is None:
+        return
+    weights = {n.args[1] for n in graph.find_nodes(op="call_function", target=aten.convolution.default)}
+    saved: Any = output.args[0]
+    own = (i for i, n in enumerate(saved) if n in weights and n.op == "placeholder")
+    output.meta["user_visible_output_idxs"] = sorted({*visible, *own})
+
+
+def _is_read(node: fx.Node, at: int) -> bool:
+    """Whether a convolution reads the elements of an argument, and in another order than it has.
+
+    The gradient of the weight, the second result, needs the image, and that of the image needs the weight.
+    """
+    if at and not arguments_of(node)["output_mask"][2 - at]:
+        return False
+    operand = tensor_of(node.args[at])  # type: ignore[arg-type]
+    if operand is None or operand.ndim != 4:
+        return False
+    return not is_channels_last(operand.shape, operand.stride())
+
+
+def _turn(node: fx.Node, operand: fx.Node) -> None:
+    """Have a convolution read a copy of `operand`, made right before it."""
+    with node.graph.inserting_before(node):
+        name = f"{node.name}_{operand.name}"
+        copy = node.graph.create_node("call_function", aten.clone.default, (operand,), {**_LAST}, name=name)
+    copy.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "seq_nr") if key in node.meta}
+    tensor = operand.meta["val"]
+    with torch.no_grad(), tensor.fake_mode:
+        copy.meta["val"] = tensor.clone(**_LAST)
+    node.replace_input_with(operand, copy)
+
+
+_LAST: dict[str, Any] = {"memory_format": torch.channels_last}
