@@ -85,8 +85,11 @@ class CpuGauge(Gauge):
         self._libraries = LIBRARIES.nbytes(self._small)
 
     def _look_for_tensors(self) -> None:
-        found = storages((torch.Tensor, torch.nn.Parameter), "cpu")
-        elsewhere = [each.nbytes() for each in found.values() if not CPU_ALLOCATOR.owns(each.data_ptr())]
+        elsewhere = []
+        for storage in storages((torch.Tensor, torch.nn.Parameter), "cpu").values():
+            with suppress(RuntimeError):  # a wrapper of functionalization or vmap, which has no memory of its own
+                if not CPU_ALLOCATOR.owns(storage.data_ptr()):
+                    elsewhere.append(storage.nbytes())
         self._elsewhere = sum(elsewhere)
         self._small = sum(nbytes for nbytes in elsewhere if nbytes < LEAST)
 
@@ -96,7 +99,7 @@ def storages(classes: tuple[type, ...], device_type: str) -> dict[int, torch.Unt
     found = dict[int, torch.UntypedStorage]()
     for thing in gc.get_objects():
         if type(thing) in classes:
-            with suppress(RuntimeError):  # a wrapper of functionalization or vmap, which has no memory of its own
+            with suppress(RuntimeError):  # a tensor without a storage
                 for x in (thing, thing.grad) if thing.is_leaf and thing.grad is not None else (thing,):
                     if type(x) in classes and x.device.type == device_type and x.layout is torch.strided:
                         storage = x.untyped_storage()
