@@ -35,7 +35,7 @@ from ssd_fx.passes.planner.solve import BudgetError
 
 ROUNDS = 4  # proposals; each takes a short search, and a partition by PyTorch
 GAIN = 1e-2  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
-NEARER = 1e-3  # the same of the next proposal, once one was as fast as predicted: it may need less memory than it may
+NEARER = 1e-3  # the same of a proposal that follows one which was cut as fast as predicted, within its limit
 SPARED = 0.1  # the share of the bytes written by which recomputing must be predicted to write less, in the same time
 
 

@@ -211,8 +211,7 @@ def _storages(device_type: str) -> dict[int, torch.UntypedStorage]:
 def _given(tensors: Any) -> dict[int, torch.UntypedStorage]:
     """The storages of the tensors that no operator with a gradient has made, by their addresses."""
     given = [x for x in tree_leaves(tensors) if isinstance(x, torch.Tensor) and x.grad_fn is None]
-    storages = [x.untyped_storage() for x in given]
-    return {each._cdata: each for each in storages}
+    return {each._cdata: each for each in (x.untyped_storage() for x in given)}
 
 
 def _ours(settings: dict[str, Any]) -> dict[str, Any] | None:

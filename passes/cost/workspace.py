@@ -96,10 +96,9 @@ def _convolution(node: fx.Node) -> int:
     steps = [*given["stride"], *given["stride"]][:2]
     if window == 1 and steps == [1, 1]:
         return 0
-    plain, blocks = weight.itemsize * out * of * window, _up(out, BLOCK) * of * window * weight.itemsize
     if operator_of(node) is aten.convolution:
-        turned = sum(_turned(given[name]) for name in ("input", "weight"))
-        return blocks + turned
+        blocks = _up(out, BLOCK) * of * window * weight.itemsize
+        return blocks + sum(_turned(given[name]) for name in ("input", "weight"))
     result = tensor_of(given["grad_output"])
     assert result is not None
     rows, columns = (int(hint(n)) for n in result.shape[-2:])
