@@ -23,7 +23,7 @@ from torch import fx
 
 from ssd_fx.compat import TAKES_SEVERAL_PASSES, CustomGraphPass, CustomPartitionerFn, inductor_config
 from ssd_fx.passes.decide import has_host_tier
-from ssd_fx.passes.joint.conv_operands import as_they_are, turn_operands
+from ssd_fx.passes.joint.conv_operands import turn_operands
 from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
 from ssd_fx.passes.joint.recompute import Joint
@@ -159,6 +159,7 @@ def finish(partition: Partition, stages: Stages = _UNSEEN) -> None:
 
 def _before_patterns(graph: fx.Graph) -> None:
     from ssd_fx.passes.lowering.sums import write_running_sums
+    from ssd_fx.passes.lowering.weights import as_they_are
 
     write_running_sums(graph)
     as_they_are(graph)

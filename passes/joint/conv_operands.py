@@ -5,9 +5,9 @@
                 ...; convolution_backward(dy, x, clone(w))                 forward and in the backward
 
 Where Inductor lays convolutions out with their channels last it turns the inputs that they read. What of these is saved
-is turned where the forward begins, and the copy is saved, although the parameter is there anyway. `as_they_are` tells
-Inductor to save weights with the strides that they have. In the backward the turning is written into the graph, which
-has the strides there that it would have with such copies, and the plan counts it.
+is turned where the forward begins, and the copy is saved, although the parameter is there anyway. Inductor is told to
+save weights with the strides that they have (`lowering/weights.py`). In the backward the turning is written into the
+graph, which has the strides there that it would have with such copies, and the plan counts it.
 
 Hazard: in the forward no node may yield other strides than before. `as_strided` counts elements by the strides of the
 graph, and the caller gets its outputs with them.
@@ -46,18 +46,6 @@ def lays_out(partition: Partition) -> bool:
     from ssd_fx.compat.inductor import has_channels_last  # these import Inductor's compiler
 
     return has_channels_last(partition.forward)
-
-
-def as_they_are(graph: fx.Graph) -> None:
-    """Tell Inductor that the weights which a forward saves have the strides that the caller sees."""
-    output = graph.output_node()
-    visible = output.meta.get("user_visible_output_idxs")
-    if visible is None:
-        return
-    weights = {n.args[1] for n in graph.find_nodes(op="call_function", target=aten.convolution.default)}
-    saved: Any = output.args[0]
-    own = (i for i, n in enumerate(saved) if n in weights and n.op == "placeholder")
-    output.meta["user_visible_output_idxs"] = sorted({*visible, *own})
 
 
 def _is_read(node: fx.Node, at: int) -> bool:
