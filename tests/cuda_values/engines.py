@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from ssd_fx.runtime.engines import posix
+from ssd_fx.runtime.engines import registry
 from tests.cuda_values.late_gpu import LateGpu
 from tests.cuda_values.staged import make_engine
 from tests.runtime import stub_kvikio
@@ -59,7 +59,7 @@ def kvikio(gpu: LateGpu, directory: str) -> Iterator[str]:
 def staged(gpu: LateGpu, directory: str) -> Iterator[str]:
     """Engine posix: the real pool of I/O threads and real files, with the driver played by `staged.LateDriver`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(posix, "PosixEngine", make_engine(gpu))
+        patch.setattr(registry, "PosixEngine", make_engine(gpu))  # by which the registry calls it
         yield json.dumps({"engine": "posix", "dirs": [directory], "allow_tmpfs": True, **PLAIN})
 
 
