@@ -73,11 +73,9 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 # Who holds a tensor, and how to make one over given memory: the runtime.
 from torch._C import (
     DispatchKey,
-    DispatchKeySet,
     _construct_storage_from_data_pointer,
-    _dispatch_tls_local_exclude_set,
-    _dispatch_tls_local_include_set,
-    _ForceDispatchKeyGuard,
+    _dispatch_tls_is_dispatch_key_excluded,
+    _dispatch_tls_set_dispatch_key_excluded,
     _storage_Use_Count,
 )
 

@@ -17,18 +17,34 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ssd_fx.compat import DispatchKey, _dispatch_tls_is_dispatch_key_excluded, _dispatch_tls_set_dispatch_key_excluded
 from ssd_fx.options import Options
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.engines.base import outcome
 from ssd_fx.runtime.engines.drives import FileExtent, Piece
 from ssd_fx.runtime.engines.posix import Transfer
 from ssd_fx.runtime.entries import stand_in
-from ssd_fx.runtime.layout import dense_form, is_alone
+from ssd_fx.runtime.layout import dense_form, is_alone, versioned_alias
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.native.pool import CANCELLED, FAILED, OK, PENDING
 from tests.runtime.harness import CPU, begin, config_json, load, op, raw, settle, store, wait, watch
 
 KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.mark.parametrize("excluded", [False, True])
+def test_an_alias_shares_the_counter_whatever_keys_are_excluded(excluded):
+    """Inductor's code excludes the key under which `detach` shares it. The thread is left as it was."""
+    x = torch.zeros(4)
+    key = DispatchKey.ADInplaceOrView
+    _dispatch_tls_set_dispatch_key_excluded(key, excluded)
+    try:
+        found = versioned_alias(x)
+        assert _dispatch_tls_is_dispatch_key_excluded(key) == excluded
+    finally:
+        _dispatch_tls_set_dispatch_key_excluded(key, False)
+    x.add_(1)
+    assert found._version == x._version == 1
 
 
 def test_alone():
