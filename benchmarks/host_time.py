@@ -71,7 +71,10 @@ class Device(streams.Streams):
         self._current = self.side(CPU)
 
     def side(self, device: torch.device) -> Any:
-        return SimpleNamespace(cuda_stream=7, wait_event=lambda event: self.calls.update(("wait",)))
+        return SimpleNamespace(cuda_stream=7, wait_event=self._wait)
+
+    def _wait(self, event: Event) -> None:
+        self.calls["wait"] += 1
 
     def current(self, device: torch.device) -> Any:
         self.calls["current stream"] += 1
@@ -108,6 +111,9 @@ class Device(streams.Streams):
         self.calls["copy"] += 1
 
 
+def _nothing(x: torch.Tensor) -> None: ...
+
+
 @contextlib.contextmanager
 def installed(late: bool) -> Iterator[Device]:
     """CPU tensors are those of such a device, which is the current one."""
@@ -127,6 +133,7 @@ def installed(late: bool) -> Iterator[Device]:
     with (
         mock.patch.dict(streams.BACKENDS, cpu=gpu),
         mock.patch.object(reader, "is_foreign", return_value=False),  # its memory counts as torch's
+        mock.patch.object(streams, "finish_copies_into", _nothing),  # which asks about memory of the CPU
         mock.patch.object(torch.accelerator, "device_index", Guard),
         mock.patch.object(torch.accelerator, "current_device_index", current),
     ):

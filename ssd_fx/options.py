@@ -155,6 +155,10 @@ class Options:
         if self.ranks.count <= 0:
             raise ValueError(f"ranks must be > 0, not {self.ranks.count}")
 
+    def __hash__(self) -> int:
+        """Of two fields: every store looks up its options, and that of all fields takes longer than the rest of it."""
+        return hash((self.engine, self.dirs))
+
     @property
     def resident(self) -> int:
         """The most bytes that stay where they are, unwritten, over all graphs: a budget in bytes."""
