@@ -1,6 +1,6 @@
 """Measures what a step takes at every node, and sets what may be held for the backward: the option `memory`.
 
-`allowance.py` has the rule. The account itself is the writer's: `Writer.held_bytes`, within `Residency.nbytes`.
+`allowance.py` has the rule. The account itself is the writer's: `Writer.held_bytes`, within `Account.at`.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Account:
         self._steps = -1  # of optimizers, when the last forward began
         self._before = _optimizer_steps  # others have made so many
         self._begun = 0  # forwards
+        self._out = 0  # outstanding when the last node ended
 
     @property
     def seen(self) -> Seen | None:
@@ -97,7 +98,11 @@ class Account:
         self._allowance.begins(graph, saved, base, optimized, waits)
         if first:
             self._allowance.unsettle()  # an optimizer makes its state in its first step
-        self._allow(self._allowance.nbytes)
+        self._allow(self._allowance.most)
+
+    def at(self, outstanding: int) -> int:
+        """The most bytes that may be held while so many are outstanding."""
+        return self._allowance.at(outstanding) if self._allowance else 0
 
     def steady(self) -> Steady | None:
         """As `Allowance.steady`; None before an optimizer has made its state."""
@@ -111,14 +116,16 @@ class Account:
             self._allowance.turns()
 
     def look(self) -> None:
-        """A node of ours begins, or a step ends: what was held has not changed since the last node."""
+        """A node of ours begins, or a step ends: since the last node nothing was released or asked for, but handles may
+        have died."""
         if self._gauge and self._allowance:
-            self._allowance.note(self._gauge.peak_bytes(), self._held(), self._waiting())
+            self._allowance.note(self._gauge.peak_bytes(), self._held(), max(self._out, self._waiting()))
 
     def settled(self) -> None:
         """A node of ours ends. What is held has changed within it, so of that time only the end counts."""
         if self._gauge and self._allowance:
-            self._allowance.note(self._gauge.begin(), self._held(), self._waiting())
+            self._out = self._waiting()
+            self._allowance.note(self._gauge.begin(), self._held(), self._out)
 
     def _waiting(self) -> int:
         """What may be held. A backward that keeps its graph leaves what it has asked for."""

@@ -15,8 +15,9 @@ import logging
 import sys
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ssd_fx.compat import _current_graph_task_id
 from ssd_fx.runtime.wear import format_bytes
@@ -67,19 +68,36 @@ class _Step:
     held: int = 0  # the most
 
 
+class Bound(NamedTuple):
+    """At most `nbytes` may be held while `outstanding` bytes or fewer are, and one more for each that is outstanding
+    beyond, up to `most`: backwards ask for the latest first, which are held. Fewer than 0: nothing, and it is above the
+    limit."""
+
+    nbytes: int
+    outstanding: int
+    most: int
+
+    def at(self, outstanding: int) -> int:
+        return self.nbytes + max(0, min(outstanding, self.most) - self.outstanding)
+
+
+NOTHING = Bound(0, sys.maxsize, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Measured:
     level: int
     runs: _Runs
-    points: tuple[Point, ...]  # (base - level, outstanding): no other has more of both
+    points: tuple[Point, ...]  # (base - level, outstanding): those that bind
+    most: int  # was outstanding
 
-    def allowed(self, limit: int, level: int) -> int:
-        """The most bytes that may be held in such a step, so that no point of it is above the limit.
+    def bounds(self, limit: int, level: int) -> Iterator[Bound]:
+        """What may be held in such a step, so that no point of it is above the limit.
 
         A level that fell counts only once a step was measured at it: gradients that are gone may come again.
         """
         left = limit - max(level, self.level)
-        return min((left - rise for rise, out in self.points if rise + out > left), default=sys.maxsize)
+        return (Bound(left - rise, out, self.most) for rise, out in self.points if rise + out > left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +129,7 @@ class Allowance:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.nbytes = 0
+        self.bounds: tuple[Bound, ...] = (NOTHING,)
         self.capacity = sys.maxsize  # bytes that the process could have on the device
         self._wastes: deque[int] = deque(maxlen=WASTES)  # of the last steps, as in `wasted`
         self._waste = 0  # in the step that runs
@@ -148,11 +166,22 @@ class Allowance:
         step.runs.add(graph, saved)
         known = self._measured(step)
         step.known &= bool(known)
-        before, limit = self.nbytes, self._within
-        self.nbytes = max(0, min((each.allowed(limit, step.level) for each in known), default=0))
-        if abs(min(self.nbytes, self.limit) - min(before, self.limit)) > STEADY * self.limit:
-            said = "all saved tensors" if self.nbytes > self.limit else format_bytes(self.nbytes)
+        before = self.most
+        within = self._within
+        found = tuple(bound for each in known for bound in each.bounds(within, step.level))
+        self.bounds = found if known else (NOTHING,)
+        if abs(min(self.most, self.limit) - min(before, self.limit)) > STEADY * self.limit:
+            said = "all saved tensors" if self.most > self.limit else format_bytes(self.most)
             _log.info("within memory=%s %s may now stay in memory", format_bytes(self.limit), said)
+
+    def at(self, outstanding: int) -> int:
+        """The most bytes that may be held while so many are outstanding."""
+        return max(0, min((bound.at(outstanding) for bound in self.bounds), default=sys.maxsize))
+
+    @property
+    def most(self) -> int:
+        """What may be held when most bytes are outstanding."""
+        return self.at(sys.maxsize)
 
     @property
     def _within(self) -> int:
@@ -200,7 +229,8 @@ class Allowance:
         self._wastes.append(self._waste)
         self._waste = 0
         if self._turned:
-            measured = _Measured(step.level, step.runs, _highest(step.points))
+            most = max((out for _, out in step.points), default=0)
+            measured = _Measured(step.level, step.runs, _binding(step.points), most)
             sizes = self._known.setdefault(step.kind, {})
             sizes.setdefault(step.size, deque(maxlen=REMEMBERED)).append(measured)
             if len(sizes) > SIZES:
@@ -233,10 +263,14 @@ class Allowance:
         return []
 
 
-def _highest(points: Iterable[Point]) -> tuple[Point, ...]:
-    """Those than which no other has more of both."""
+def _binding(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Those that bind under some limit.
+
+    Of two points the one with the higher base binds more until as much is outstanding as at the other. From there on it
+    does so too, unless base and outstanding bytes together are more at the other.
+    """
     found: list[Point] = []
     for rise, out in sorted(points, reverse=True):
-        if not found or out > found[-1][1]:
+        if not found or rise + out > sum(found[-1]):
             found.append((rise, out))
     return tuple(found)

@@ -180,8 +180,10 @@ class Store:
         Raises: what `Reader.begin` raises.
         """
         started = now()
+        stall = 0.0
         if self.account:
             self._look()
+            stall = self._make_way(entry, consume)
         with GUARD.lock:
             self.writer.reap()
             if self.reader.stalls:
@@ -195,7 +197,7 @@ class Store:
                 self.account.turns()
             self.prefetcher.asked(entry)
             self.writer.count_out(entry)
-            self._record("load", entry, seq, started, where)
+            self._record("load", entry, seq, started, where, stall)
         return load.out
 
     def wait_load_(self, entry: Entry, x: Tensor, seq: int) -> None:
@@ -225,6 +227,17 @@ class Store:
             self._record("wait", entry, seq, started, "disk" if read else "memory", stall)
         if error:
             raise errors.not_read(entry, ATTEMPTS, error) from error
+
+    def _make_way(self, entry: Entry, consume: bool) -> float:
+        """Before a load that makes a tensor: less is outstanding then, so less may be held. The seconds waited."""
+        with GUARD.lock:
+            if consume and (entry.ahead or entry.state.where == "memory"):
+                return 0.0
+            self.writer.count_out(entry)
+        stall = self.writer.make_room(entry.device)
+        with GUARD.lock:
+            self.residency.waited(stall)
+        return stall
 
     def _released(self, entry: Entry, moves: bool) -> None:
         if moves:
@@ -282,13 +295,11 @@ class Store:
             self.writer.in_vain.end()
 
     def _account(self, config: Options) -> Account:
-        self.writer.limited = True
-
-        def held() -> int:
-            return self.writer.held_bytes + self.ledger.ahead_bytes
-
-        ranks = config.ranks.count
-        return Account(config.memory, ranks, held, lambda: self.writer.outstanding_bytes, self.residency.allow)
+        writer, ranks = self.writer, config.ranks.count
+        held, outstanding = lambda: writer.held_bytes, lambda: writer.outstanding_bytes
+        found = Account(config.memory, ranks, held, outstanding, self.residency.allow)
+        self.writer.limit = found.at
+        return found
 
     def _look(self) -> None:
         """A node of ours begins."""
@@ -303,8 +314,7 @@ class Store:
     def _spare(self) -> int:
         """The bytes that may be read ahead, because tensors that were resident have left them."""
         if self.account:  # what the graph has asked for is the graph's, not read ahead
-            asked = self.ledger.reading_bytes - self.ledger.ahead_bytes
-            return max(0, self.residency.nbytes - self.writer.held_bytes) + asked
+            return max(0, self.account.at(0) - self.writer.held_bytes + self.ledger.reading_bytes)
         return self.residency.spare(self.ledger.resident_bytes)
 
     def _learn(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import warnings
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -63,7 +64,7 @@ class Writer:
         self._said_no_memory = False
         self._ended = False
         self._in_use: dict[Entry, None] = {}  # stored and not released
-        self.limited = False  # what is held waits for room until it is within what may be resident
+        self.limit: Callable[[int], int] | None = None  # bytes that may be held while so many are outstanding
 
     def accept(self, entry: Entry, x: Tensor) -> float:
         """The seconds waited because too many bytes were being written already.
@@ -181,9 +182,10 @@ class Writer:
 
     @property
     def held_bytes(self) -> int:
-        """What is held for the backward alone: the graph has released it, and it is still in memory."""
+        """What is held for the backward alone: released by the graph and still in memory, or read ahead."""
         in_use = sum(e.moved_bytes for e in self._in_use if e.state in WAITING)
-        return self._ledger.resident_bytes + self._ledger.writing_bytes - in_use
+        ledger = self._ledger
+        return ledger.resident_bytes + ledger.writing_bytes + ledger.ahead_bytes - in_use
 
     @property
     def outstanding_bytes(self) -> int:
@@ -263,7 +265,7 @@ class Writer:
         else:
             to_come = self._peak.add(entry)
             entry.early = to_come > self._residency.nbytes  # they cannot all stay, and the oldest go first
-        if self.limited:
+        if self.limit:
             self._in_use[entry] = None
         if self._encoder.codecs:
             if codec.is_lossy(self._encoder.codec_of(entry), x.dtype):
@@ -319,8 +321,12 @@ class Writer:
             return None
         for entry in self._ledger.resident:  # no generator: when it ends it swallows a Ctrl-C
             if not entry.later:
-                return entry if entry.early or self._ledger.resident_bytes > self._residency.nbytes else None
+                return entry if entry.early or self._ledger.resident_bytes > self._most(self._peak.nbytes) else None
         return None
+
+    def _most(self, outstanding: int) -> int:
+        """The bytes that may be in memory. With what the graph still uses, so many are outstanding beside the rest."""
+        return self.limit(outstanding) if self.limit else self._residency.nbytes
 
     def _cap(self, device: torch.device) -> int:
         """The most bytes that are written at a time, where the next to be written is of `device`."""
@@ -350,7 +356,7 @@ class Writer:
                 continue
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
-        while self.limited and self.held_bytes > self._residency.nbytes:
+        while self.limit and self.held_bytes > self._most(self.outstanding_bytes):
             if not self._follow_oldest():
                 return self._oldest_under_way()
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch import nn
 import ssd_fx
 from ssd_fx.report.text import lines
 from ssd_fx.runtime import account
-from ssd_fx.runtime.allowance import MARGIN, REMEMBERED, Allowance
+from ssd_fx.runtime.allowance import MARGIN, REMEMBERED, Allowance, Bound
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.memory.gauge import CpuGauge
 from tests import sources
@@ -237,7 +238,7 @@ def any_allowance(*nbytes: int) -> Iterator[None]:
 
     def choose(self: Allowance, *args: Any, **more: Any) -> None:
         begins(self, *args, **more)
-        self.nbytes = chosen.choice(nbytes)
+        self.bounds = (Bound(chosen.choice(nbytes), sys.maxsize, 0),)
 
     with mock.patch.object(Allowance, "begins", choose):
         yield

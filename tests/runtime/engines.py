@@ -79,16 +79,19 @@ class LateWrite:
         self._inner: Completion | None = None
         self._cancelled = False
         self._created = time.perf_counter()
-        self._timer = threading.Timer(delay_s, self._begin)
-        self._timer.daemon = True
+        self._delay_s = delay_s
 
     def start(self) -> None:
         _late.add(self)
-        self._timer.start()
+        threading.Thread(target=self._begin_late, daemon=True).start()  # a Timer would keep us, and with us the memory
 
-    def _begin(self) -> None:
+    def _begin_late(self) -> None:
+        if not self._began.wait(self._delay_s):
+            self.begin()
+
+    def begin(self) -> None:
         with self._lock:
-            if not self._cancelled:
+            if not self._cancelled and self._inner is None:
                 inner = self._make()
                 inner.start()
                 self._inner = inner
@@ -107,7 +110,6 @@ class LateWrite:
     def cancel(self) -> bool:
         with self._lock:
             self._cancelled = self._inner is None
-        self._timer.cancel()
         self._began.set()
         return True if self._inner is None else self._inner.cancel()
 
@@ -124,15 +126,15 @@ class DelayedEngine(Wrapped):
     def __init__(self, inner: Engine, shortest_s: float = 0.05, longest_s: float = 0.1, seed: int = 0) -> None:
         super().__init__(inner)
         self._range, self._random = (shortest_s, longest_s), random.Random(seed)
-        self._late: list[LateWrite] = []
+        self._late = weakref.WeakSet[LateWrite]()  # a list would keep the memory of the last one
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
         write = LateWrite(lambda: self.inner.write(extent, memory), self._random.uniform(*self._range))
-        self._late = [w for w in self._late if not w.done()] + [write]
+        self._late.add(write)
         return write
 
     def close(self) -> None:
-        for write in self._late:
+        for write in list(self._late):
             write.cancel()
         self.inner.close()
 
@@ -151,7 +153,7 @@ class WritesOnDemand(Wrapped):
     def go(self) -> None:
         """All writes that wait are made, and have ended when this returns."""
         for write in self.waiting:
-            write._begin()
+            write.begin()
             write.wait()
         self.waiting.clear()
 

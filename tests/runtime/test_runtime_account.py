@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from ssd_fx.runtime import account
 from ssd_fx.runtime.account import AUTO, limit_of
-from ssd_fx.runtime.allowance import Allowance
+from ssd_fx.runtime.allowance import NOTHING, Allowance, Bound
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory import gauge as gauges
@@ -29,18 +30,22 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def allowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def allowed(monkeypatch: pytest.MonkeyPatch) -> list[Bound]:
     """What every forward is allowed: the last of the list."""
-    bytes_: list[int] = [0]
+    bounds = [NOTHING]
     begins = Allowance.begins
 
     def choose(self: Allowance, *args: Any, **more: Any) -> None:
         begins(self, *args, **more)
-        self.nbytes = bytes_[-1]
+        self.bounds = (bounds[-1],)
 
     monkeypatch.setattr(Allowance, "begins", choose)
     CPU_ALLOCATOR.install()
-    return bytes_
+    return bounds
+
+
+def at_most(nbytes: int) -> Bound:
+    return Bound(nbytes, sys.maxsize, 0)
 
 
 def forward(config: str, count: int = 6) -> tuple[list[torch.Tensor], list[int]]:
@@ -61,13 +66,13 @@ def backward(handles: list[torch.Tensor], found: Store, most: int) -> None:
         y = load(handles[i], torch.empty(N))
         assert raw(y) == raw(torch.full((N,), float(i)))
         del y, handles[i]
-        assert found.writer.held_bytes + found.ledger.ahead_bytes <= most
+        assert found.writer.held_bytes <= most
 
 
 @pytest.mark.parametrize("most", [0, MIB // 2, MIB, 3 * MIB, 1 << 40])
-def test_no_more_is_held_than_is_allowed(tmp_path: Path, allowed: list[int], most: int) -> None:
+def test_no_more_is_held_than_is_allowed(tmp_path: Path, allowed: list[Bound], most: int) -> None:
     """On a drive whose writes end late and in any order. The second step knows which tensors have to leave."""
-    allowed.append(most)
+    allowed.append(at_most(most))
     config = config_json(tmp_path, around(DelayedEngine, "memory"), memory=1 << 40)
     for _ in range(3):
         handles, held = forward(config)
@@ -76,26 +81,47 @@ def test_no_more_is_held_than_is_allowed(tmp_path: Path, allowed: list[int], mos
         backward(handles, get_store(config), most)
 
 
-def test_a_forward_that_is_allowed_less_waits_until_the_others_are_gone(tmp_path: Path, allowed: list[int]) -> None:
+@pytest.mark.parametrize("order", [(5, 4, 3, 2, 1, 0), (0, 1, 2, 3, 4, 5), (2, 5, 0, 4, 1, 3)])
+@pytest.mark.parametrize("consume", [True, False])
+def test_the_backward_asks_in_any_order(
+    tmp_path: Path, allowed: list[Bound], order: tuple[int, ...], consume: bool
+) -> None:
+    """The less is outstanding, the less may be held. What is asked for and is not held makes the oldest leave."""
+    bound = Bound(MIB, 2 * MIB, 6 * MIB)
+    allowed.append(bound)
+    config = config_json(tmp_path, around(DelayedEngine), memory=1 << 40)
+    for _ in range(2):
+        handles, _ = forward(config)
+        writer = get_store(config).writer
+        assert writer.held_bytes == 5 * MIB
+        for i in order:
+            y = load(handles[i], torch.empty(N), consume=consume)
+            assert raw(y) == raw(torch.full((N,), float(i)))
+            assert writer.held_bytes <= bound.at(writer.outstanding_bytes)
+            del y
+        del handles
+
+
+def test_a_forward_that_is_allowed_less_waits_until_the_others_are_gone(tmp_path: Path, allowed: list[Bound]) -> None:
     config = config_json(tmp_path, memory=1 << 40)
-    allowed.append(1 << 40)
+    allowed.append(at_most(1 << 40))
     handles, _ = forward(config)
     assert [lookup(h).state.where for h in handles] == ["memory"] * 6
-    allowed.append(2 * MIB)
+    allowed.append(at_most(2 * MIB))
     begin(config, offloaded=MIB)
     assert get_store(config).writer.held_bytes <= 2 * MIB
     assert [lookup(h).state for h in handles[:4]] == [State.ON_DISK] * 4, "the oldest leave first"
     backward(handles, get_store(config), 2 * MIB)
 
 
-def test_what_the_graph_still_uses_is_not_held_for_the_backward(tmp_path: Path, allowed: list[int]) -> None:
+def test_what_the_graph_still_uses_is_not_held_for_the_backward(tmp_path: Path, allowed: list[Bound]) -> None:
     config = config_json(tmp_path, memory=1 << 40)
     begin(config, offloaded=MIB)
     x = torch.full((N,), 1.0)
     handle = store(x, config)
     found = get_store(config)
     assert (found.writer.held_bytes, found.writer.outstanding_bytes) == (0, 0)
-    allowed.append(1 << 40)
+    allowed.append(at_most(1 << 40))
     begin(config, offloaded=MIB)
     y = torch.full((N,), 2.0)
     other = store(y, config, slot=1)
