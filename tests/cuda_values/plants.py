@@ -33,17 +33,17 @@ def unordered() -> None:
 
 
 def early_release() -> None:
-    """The runtime drops the tensor at its release, without looking whether it is written."""
+    """The runtime drops the tensor at its release, without looking whether it is written. Nobody waits for that."""
     wait_store_ = Store.wait_store_
 
-    def released(self: Store, entry: Any, *args: Any, **named: Any) -> None:
-        wait_store_(self, entry, *args, **named)
+    def released(self: Store, entry: Any, keepalive: Any, seq: int, *_: bool) -> None:
+        wait_store_(self, entry, keepalive, seq, hand_over=True)
         if entry.write:
             held, entry.held = entry.held, None
             if held is entry.counter:
                 drop_storage(held)
 
-    Store.wait_store_ = released  # type: ignore[method-assign]
+    Store.wait_store_ = released  # type: ignore[method-assign,assignment]
 
 
 PLANTS = {plant.__name__: plant for plant in (no_wait, unordered, early_release)}
