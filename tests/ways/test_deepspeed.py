@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.ways.ways import assert_two_ranks_agree
+from tests.ways.ways import assert_two_ranks_agree, installed
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("deepspeed", reason="make ways installs it")
+installed("deepspeed")
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tests.bitwise import Compile
 from tests.loops.loops import assert_no_bit_changes, seen_in_steps
+from tests.ways.ways import installed
 
 pytestmark = pytest.mark.slow
-diffusers = pytest.importorskip("diffusers", reason="make ways installs it")
+diffusers = installed("diffusers")
 
 Made = tuple[Any, dict[str, Any]]  # the network, and the arguments of its call
 

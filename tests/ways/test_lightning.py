@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.bitwise import Compile
 from tests.loops.loops import Net, assert_no_bit_changes, batch, parameters
+from tests.ways.ways import installed
 
 pytestmark = pytest.mark.slow
-lightning = pytest.importorskip("lightning", reason="make ways installs it")
+lightning = installed("lightning")
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]

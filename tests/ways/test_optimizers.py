@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from tests.bitwise import Compile
 from tests.loops.loops import Net, assert_no_bit_changes, backward, batch, parameters
+from tests.ways.ways import installed
 
 pytestmark = pytest.mark.slow
 
 
 def apollo(model: nn.Module) -> Any:
-    library = pytest.importorskip("apollo_torch", reason="make ways installs it")
+    library = installed("apollo_torch")
     how = {"rank": 4, "proj": "random", "scale_type": "channel", "scale": 1.0, "update_proj_gap": 200}
     matrices = [p for p in model.parameters() if p.ndim == 2]
     groups = [{"params": [p for p in model.parameters() if p.ndim != 2]}]
@@ -23,7 +24,7 @@ def apollo(model: nn.Module) -> Any:
 
 
 def adamw8bit(model: nn.Module) -> Any:
-    return pytest.importorskip("torchao.optim", reason="make ways installs it").AdamW8bit(model.parameters(), lr=1e-2)
+    return installed("torchao.optim").AdamW8bit(model.parameters(), lr=1e-2)
 
 
 @pytest.mark.parametrize("optimizer", [apollo, adamw8bit], ids=["APOLLO", "AdamW of 8 bits"])

@@ -12,9 +12,10 @@ from torch import Tensor
 from tests.bitwise import Compile
 from tests.loops.loops import assert_no_bit_changes, seen_in_steps
 from tests.ways.test_transformers import SIZES, llama, texts, transformers
+from tests.ways.ways import installed
 
 pytestmark = pytest.mark.slow
-peft = pytest.importorskip("peft", reason="make ways installs it")
+peft = installed("peft")
 
 
 def adapted(model: Any) -> Any:
@@ -22,7 +23,7 @@ def adapted(model: Any) -> Any:
 
 
 def quantized(directory: Path) -> Any:
-    pytest.importorskip("bitsandbytes", reason="make ways installs it")
+    installed("bitsandbytes")
     config = transformers.LlamaConfig(**(SIZES | {"hidden_size": 64, "intermediate_size": 128}))
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(directory)

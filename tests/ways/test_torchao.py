@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from tests.bitwise import Compile
 from tests.loops.loops import assert_no_bit_changes, seen_in_steps
+from tests.ways.ways import installed
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("torchao", reason="make ways installs it")
+installed("torchao")
 
 WIDTH = 64
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from tests.bitwise import Compile, by_name
 from tests.loops.loops import assert_no_bit_changes, seen_in_steps
-from tests.ways.ways import assert_two_ranks_agree
+from tests.ways.ways import assert_two_ranks_agree, installed
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("torchtitan", reason="make ways installs it")
+installed("torchtitan")
 
 WORDS, LENGTH = 128, 64
 MODES = {"none": "none", "full": "full", "selective by operator": "op", "selective by layer": "2"}

@@ -16,6 +16,7 @@ from ssd_fx.report.report import Report
 from ssd_fx.report.unfreed import unfreed
 from tests.bitwise import Compile, assert_same_bits, deterministic
 from tests.loops.loops import Loop, assert_no_bit_changes, gradients, seen_in_steps
+from tests.ways.ways import installed
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,7 +88,7 @@ def test_a_copy_calls_its_own_parameters() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_the_trainer_without_logits(tmp_path: Path, inner: str) -> None:
-    pytest.importorskip("accelerate", reason="make ways installs it")
+    installed("accelerate")
     from ssd_fx.integrations.hf import loss_only
 
     def loop(compile: Compile) -> list[Tensor]:

@@ -12,9 +12,10 @@ from torch import Tensor
 from tests.bitwise import Compile
 from tests.loops.loops import assert_no_bit_changes
 from tests.ways.test_transformers import llama, texts, transformers
+from tests.ways.ways import installed
 
 pytestmark = pytest.mark.slow
-trl = pytest.importorskip("trl", reason="make ways installs it")
+trl = installed("trl")
 tokenizers = pytest.importorskip("tokenizers")
 
 
@@ -27,8 +28,8 @@ def tokenizer() -> Any:
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "LoRA"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_sft(tmp_path: Path, inner: str, adapted: bool) -> None:
-    datasets = pytest.importorskip("datasets", reason="make ways installs it")
-    peft = pytest.importorskip("peft", reason="make ways installs it")
+    datasets = installed("datasets")
+    peft = installed("peft")
 
     def loop(compile: Compile) -> list[Tensor]:
         model = llama()

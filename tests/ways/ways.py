@@ -1,11 +1,15 @@
-"""What the tests of ways of working share: options where only a backend's name is passed on, and two ranks."""
+"""What the tests of ways of working share: packages that may not be installed, and two ranks."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,6 +20,13 @@ from tests.distributed.launch import torchrun
 from tests.loops.loops import current_test, on_disk
 
 SAID = re.compile(r"rank (\d): same (\w+), (\d+) values, (\d+) stores, (\d+) loads, (\d+) saved, (\d+) written")
+
+
+def installed(module: str) -> Any:
+    """The module, or a skip without its package. A package that lacks another one is an error: nobody would run it."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        pytest.skip("make ways installs it", allow_module_level=True)
+    return importlib.import_module(module)
 
 
 def compare_on_a_rank(train: Callable[[Compile], list[Tensor]], directory: str) -> None:
