@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ssd_fx.integrations import meter
 from ssd_fx.integrations.meter import NOW, PER_STEP
+from ssd_fx.runtime.stats import Stats
 
 NAMES = {f"ssd_fx/{name}" for name in (*PER_STEP, *NOW)}
 OPTIONS = {"inner": "aot_eager", "engine": "memory", "machine": "default", "min_bytes": 0, "inflight": "64KiB"}
@@ -35,6 +37,20 @@ def accelerator() -> Iterator[None]:
     state = pytest.importorskip("accelerate.state", reason="needs pip install -e '.[trainers]'")
     yield
     state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_no_life_of_drives_is_logged_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A life of 0 days looks as if the drives were worn out."""
+    found = Stats(disk_bytes=64, drive_tbw=600)
+    monkeypatch.setattr(meter, "stats", lambda: found)
+    ours = meter.Meter()
+    assert set(ours.read(1)) == NAMES
+    found.drive_bytes_s = 1e9
+    later = ours.read(2)
+    assert set(later) - NAMES == {"ssd_fx/drive_tb_per_day", "ssd_fx/drive_life_days"}
+    assert later["ssd_fx/drive_life_days"] == found.drive_life_days
+    found.drive_tbw = 0.0
+    assert set(ours.read(3)) - NAMES == {"ssd_fx/drive_tb_per_day"}
 
 
 def test_hugging_face(tmp_path: Path, accelerator: None) -> None:
