@@ -29,7 +29,7 @@ def llama(checkpoint: str, compile: Compile | None) -> torch.nn.Module:
     """Its Llama 3, tiny, in the order of its `parallelize_llama`: checkpoints, then each block compiled."""
     from torchtitan.config.job_config import ActivationCheckpoint
     from torchtitan.config.job_config import Compile as CompileConfig
-    from torchtitan.distributed.activation_checkpoint import apply_ac
+    from torchtitan.distributed import activation_checkpoint
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
     from torchtitan.models.llama3.infra import parallelize
 
@@ -41,7 +41,10 @@ def llama(checkpoint: str, compile: Compile | None) -> torch.nn.Module:
     if checkpoint != "none":
         how = {"mode": "full"} if checkpoint == "full" else {"mode": "selective", "selective_ac_option": checkpoint}
         saved = parallelize._op_sac_save_list
-        apply_ac(model, ActivationCheckpoint(**how), model_compile_enabled=True, op_sac_save_list=saved)
+        activation_checkpoint._layer_sac_count = 0
+        activation_checkpoint.apply_ac(
+            model, ActivationCheckpoint(**how), model_compile_enabled=True, op_sac_save_list=saved
+        )
     if compile is not None:
         with by_name(compile) as backend:
             parallelize.apply_compile(model, CompileConfig(enable=True, backend=backend))
@@ -53,6 +56,12 @@ def lru_cache() -> object:
     """`apply_ac` turns Dynamo's cache of guards off, for good."""
     yield
     torch._C._dynamo.eval_frame._set_lru_cache(True)  # type: ignore[attr-defined]
+
+
+def test_every_model_has_the_same_checkpoints() -> None:
+    """torchtitan counts layers over all models of the process: of three layers it took one, then two."""
+    found = [[name for name, _ in llama("2", None).named_modules() if "checkpoint" in name] for _ in range(2)]
+    assert found[0] == found[1] != []
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
