@@ -220,7 +220,10 @@ def _keeps_all(gm: fx.GraphModule) -> str:
     if is_within_checkpoint():
         if getattr(within_ours, "now", False):
             return ""
-        reason = "it is compiled within torch.utils.checkpoint, which drops what is saved and computes it again"
+        reason = (
+            "it is compiled within torch.utils.checkpoint, which computes again what is saved; ssd_fx.checkpoint "
+            "in its place takes its inputs to the drive"
+        )
     elif hooks_are_compiled_in():
         reason = "torch.autograd.graph.saved_tensors_hooks are compiled into it"
     elif any(map(_names_a_stream, traced.nodes(gm))):

@@ -70,7 +70,8 @@ def test_graphs_within_a_checkpoint_are_named() -> None:
         checkpoint(compiled, torch.randn(4, 8), use_reentrant=False).sum().backward()
     now = ssd_fx.stats()
     assert now.whole_graphs == before.whole_graphs + 1
-    reason = "it is compiled within torch.utils.checkpoint, which drops what is saved and computes it again"
+    reason = "it is compiled within torch.utils.checkpoint, which computes again what is saved; ssd_fx.checkpoint "
+    reason += "in its place takes its inputs to the drive"
     counts = counts_of(now)
     said = f"{counts} run as without ssd_fx, and keep everything in memory: {reason}"
     assert f"not counted: {said}" in str(now)
