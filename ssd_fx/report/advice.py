@@ -42,10 +42,10 @@ def advice(known: Facts, found: Figures) -> str:
         return f"the drives last {format_days(life)} at this rate: a larger budget writes less, {_next_share(known)}"
     kept, budget = known.kept[WITHIN], _budget(known)
     if kept > SMALL * found.stock_stay_bytes and budget != "auto":
-        rest = format_bytes(kept)
         if budget:
-            return f"nothing waits, so a smaller budget costs little: {_smaller(known)} keeps up to {rest} less"
-        return f"nothing: the {rest} that stay lower no peak, so the drive is spared; spare=False offloads them too"
+            smaller = f"{_smaller(known)} keeps up to {format_bytes(kept)} less"
+            return f"nothing waits, so a smaller budget costs little: {smaller}"
+        return _spared(kept)
     if found.peak_bytes > (1 - SMALL) * found.stock_peak_bytes:
         return "the peak hardly falls, for it is not made of saved tensors: offloading cannot help this step"
     if kept > SMALL * found.stock_stay_bytes:
@@ -110,14 +110,21 @@ def _above_all(known: Facts, found: Figures) -> str:
     )
 
 
+def _spared(nbytes: int) -> str:
+    rest = format_bytes(nbytes)
+    return f"nothing: the {rest} that stay lower no peak, so the drive is spared; spare=False offloads them too"
+
+
 def _nothing_goes(known: Facts, found: Figures) -> str:
-    small = known.kept[BELOW]
+    small, kept = known.kept[BELOW], known.kept[WITHIN]
     if 2 * small > found.stock_stay_bytes:
         largest = max(row.nbytes for graph in known.graphs for row in graph.rows if row.reason == BELOW)
         return f"nothing is offloaded, for most is below min_bytes: min_bytes={max(1, largest // 4)} would change that"
     host = _host_memory(known, found)
-    if host and _budget(known) == "auto" and known.kept[WITHIN]:
+    if host and _budget(known) == "auto" and kept:
         return f"nothing is offloaded, for the step is too short for the drives: {host}"
+    if kept and found.floor_bytes > (1 - SMALL) * found.peak_bytes:
+        return _spared(kept)
     if any(graph.budget not in (0, 0.0) for graph in known.graphs):
         return "nothing is offloaded under this budget: budget=0 offloads all that can be"
     return "nothing can be offloaded; the reasons are below"

@@ -62,6 +62,17 @@ def test_what_stays_within_the_budget(budget: float | str, said: str) -> None:
     assert dict(lines(made([graph("a", groups, budget)], ["a"])))["next"] == said
 
 
+@pytest.mark.parametrize("budget", [0, 0.25, "auto"])
+def test_what_lowers_no_peak_is_not_said_to_leave_under_another_budget(budget: float | str) -> None:
+    """Under each of them the drive is spared."""
+    plan = graph("a", [group(0, 20 * MIB, "keep", reason="within the budget")], budget)
+    assert dict(lines(made([plan], ["a"])))["next"] == (
+        "nothing: the 20 MiB that stay lower no peak, so the drive is spared; spare=False offloads them too"
+    )
+    plan = graph("a", [group(0, 20 * MIB, "keep", reason="within the budget")], 0.25, floor_bytes=10 * MIB)
+    assert "budget=0 offloads all" in dict(lines(made([plan], ["a"])))["next"]
+
+
 def test_little_below_min_bytes_is_no_advice() -> None:
     """Neither of all that is saved, nor of the peak."""
 
