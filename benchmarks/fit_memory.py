@@ -4,7 +4,7 @@ python benchmarks/fit_memory.py --dir /mnt/nvme                        # a GPT o
 python benchmarks/fit_memory.py --dir /mnt/nvme --scene blocks         # each block compiled by itself
 python benchmarks/fit_memory.py --dir /mnt/nvme --scene fsdp           # and sharded, on two ranks
 python benchmarks/fit_memory.py --dir /mnt/nvme --scene changes        # another batch, evaluation, a second model
-python benchmarks/fit_memory.py --dir /mnt/nvme --pytorch              # beside PyTorch's activation_memory_budget
+python benchmarks/fit_memory.py --dir /mnt/nvme --pytorch --plot FILE  # beside PyTorch's activation_memory_budget
 python benchmarks/fit_memory.py --dir /mnt/nvme --quick                # a small model
 
 How it is measured: a process for each limit, one step of each in turn. The peak is that of all live CPU tensors of the
@@ -31,11 +31,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from statistics import median
+from pathlib import Path
+from statistics import median, quantiles
 from typing import IO, Any
 
 import families  # neighbours of this file
 import peak
+import svg
 import torch
 import torch._functorch.config
 from families import train_gpt
@@ -47,7 +49,7 @@ from ways import Way, blocks, compiled
 SCENES = ("steady", "blocks", "micro", "amp", "fsdp", "changes")
 SHARES = (0.03, 0.25, 0.5, 0.75, 1.1)  # of the way from the lowest peak to Inductor's
 ENDS = 3  # steps that find these two peaks
-LOWEST, INDUCTOR = "lowest", "inductor"
+LOWEST, INDUCTOR, RECOMPUTE = "lowest", "inductor", "PyTorch"
 PYTORCH = (0.1, 0.3, 0.5, 0.8)  # of its own budget
 RANKS = 2  # of the scene "fsdp"
 GROWS, SHRINKS, SECOND, EVALUATES, END = 20, 40, 50, 5, 60  # steps of the scene "changes"
@@ -263,6 +265,22 @@ def table(found: Mapping[str, Sequence[Step]], limits: Mapping[str, int], timed:
     return "\n".join([head, "|---|" + "---|" * 9, *rows])
 
 
+def picture(found: Mapping[str, Sequence[Step]], timed: int) -> str:
+    """Peak against time: medians of the last `timed` steps, with quartiles."""
+
+    def point(name: str) -> svg.Point:
+        last = found[name][-timed:]
+        low, middle, high = quantiles((step.time_s for step in last), n=4)
+        return svg.Point(max(step.peak_bytes for step in last) / MIB, middle, low, high, name)
+
+    lines: dict[str, list[str]] = {"memory=": [], "PyTorch's budget": [], "Inductor": [INDUCTOR]}
+    for name in found:
+        if name != INDUCTOR:
+            lines["PyTorch's budget" if name.startswith(RECOMPUTE) else "memory="].append(name)
+    series = {line: sorted(map(point, names), key=lambda p: p.x) for line, names in lines.items() if names}
+    return svg.plot(series, title="A limit of memory and what it costs", x="measured peak, MiB", y="step, s")
+
+
 def over(found: Mapping[str, Sequence[Step]], limits: Mapping[str, int]) -> list[str]:
     """The steps above a limit."""
     return [
@@ -288,6 +306,7 @@ def main() -> int:
         "--timed", type=int, default=4, help="so many steps at the end count for times and what is used"
     )
     parser.add_argument("--pytorch", action="store_true", help="PyTorch's own budgets as well")
+    parser.add_argument("--plot", help="where a picture of peak and time goes, an SVG file")
     parser.add_argument("--quick", action="store_true", help="a small model")
     flags = parser.parse_args()
     if flags.quick:
@@ -307,7 +326,7 @@ def main() -> int:
             least, most = 2 * least, 2 * most
         limits = {f"{share:.0%}": int(least + share * (most - least)) for share in flags.limits}
         limited = {name: Worker(name, job("memory", limit), stack) for name, limit in limits.items()}
-        rivals = [(f"PyTorch {share}", job("recompute", share=share)) for share in PYTORCH if flags.pytorch]
+        rivals = [(f"{RECOMPUTE} {share}", job("recompute", share=share)) for share in PYTORCH if flags.pytorch]
         others = {name: Worker(name, each, stack) for name, each in rivals}
         rounds(others.values(), ENDS)
         rounds(limited.values(), steps - flags.timed)
@@ -315,6 +334,8 @@ def main() -> int:
         rounds(workers.values(), flags.timed)
     found = {name: worker.steps for name, worker in workers.items()}
     print(table(found, limits, flags.timed))
+    if flags.plot:
+        Path(flags.plot).write_text(picture(found, flags.timed))
     wrong = over(found, limits)
     print(*wrong, sep="\n")
     if flags.json:

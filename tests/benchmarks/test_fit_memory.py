@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import ClassVar
 
 import expecttest
 import pytest
-from fit_memory import Step, over, table
+from fit_memory import Step, over, picture, table
 
 MIB = 1 << 20
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fit_memory.py"
@@ -35,6 +36,13 @@ class TestText(expecttest.TestCase):
 
     def test_steps_above_a_limit(self) -> None:
         assert over(self.found, {"25%": 20 * MIB, "50%": 30 * MIB}) == ["50%: step 0 took 31.0 MiB"]
+
+    def test_picture(self) -> None:
+        found = {**self.found, "PyTorch 0.5": steps(25, 25), "inductor": steps(40, 40)}
+        drawn = picture(found, 2)
+        titles = re.findall(r"<title>(.*?)</title>", drawn)
+        assert titles == ["lowest", "25%", "50%", "PyTorch 0.5", "inductor"]
+        assert all(name in drawn for name in ("memory=", "PyTorch's budget".replace("'", "&#x27;"), "Inductor"))
 
 
 @pytest.mark.slow
