@@ -7,6 +7,7 @@ python benchmarks/gpu_parts.py --dir DIR --out OUT ways             # training s
 python benchmarks/gpu_parts.py --dir DIR --out OUT pareto           # ours at the peak of a checkpoint per layer
 python benchmarks/gpu_parts.py --dir DIR --out OUT long             # long context, beside recomputing
 python benchmarks/gpu_parts.py --dir DIR --out OUT fit              # the option memory: three limits each
+python benchmarks/gpu_parts.py --dir DIR --out OUT --resume         # without those that ended well in OUT
 python benchmarks/gpu_parts.py --dry-run                            # what would be run, and how long it may take
 
 Every part is a row of processes of its own, has less than five minutes, and stops no other part when it fails. Tests
@@ -165,6 +166,12 @@ PARTS = (
         (BENCH + " --name bandwidth --engines memory,posix",),
     ),
     Part(
+        "ram",
+        "engine posix on a directory in memory, a stand-in for drives that are faster than the one here",
+        60,
+        (BENCH.replace("{dir}", "{ram}") + " --allow-tmpfs --name ram --engines posix",),
+    ),
+    Part(
         "ways-wide",
         "2 layers of width 12,288, whose steps are long enough for host memory, beside recomputing",
         290,
@@ -260,6 +267,12 @@ def keep(path: Path, ended: Sequence[Ended]) -> None:
     path.write_text(json.dumps(before | {e.name: asdict(e) for e in ended}, indent=1) + "\n")
 
 
+def done(path: Path) -> set[str]:
+    """The parts that ended well, as `keep` wrote it down."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    return {name for name, each in before.items() if each["result"] == "ok"}
+
+
 def chosen(names: Sequence[str]) -> list[Part]:
     """Parts by name, in the order of PARTS; all without names. "ways", "pareto" and "long" are all with such a name,
     "tests" the others that run at once.
@@ -286,10 +299,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dir", default="demo-out/gpu", help="directory on the drive, default %(default)s")
     parser.add_argument("--out", default="demo-out/gpu-results", help="where results go, default %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
+    parser.add_argument("--resume", action="store_true", help="leave out what ended well in --out before")
     flags = parser.parse_args(arguments)
-    parts = chosen(flags.parts)
+    summary = Path(flags.out, "summary.json")
+    over = done(summary) if flags.resume else set()
+    parts = [part for part in chosen(flags.parts) if part.name not in over]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     where = {"python": sys.executable, "dir": os.path.abspath(flags.dir), "out": os.path.abspath(flags.out)}
+    where["ram"] = "/dev/shm/ssd_fx-gpu-parts"
     where |= {"cache": cache, "workers": str(max(1, len(os.sched_getaffinity(0)) - 4))}
     if flags.dry_run:
         for part in parts:
@@ -302,12 +319,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here: torch sees no CUDA device, so nothing was run")
-    for path in (where["dir"], where["out"]):
+    for path in (where["dir"], where["out"], where["ram"]):
         os.makedirs(path, exist_ok=True)
-    out, ended = Path(where["out"]), []
-    for each in run(parts, where, out):
+    ended = []
+    for each in run(parts, where, Path(where["out"])):
         ended.append(each)
-        keep(out / "summary.json", ended)
+        keep(summary, ended)
     print(table(ended))
     return int(any(each.failed for each in ended))
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Part:
-    """`commands` run one after the other, together for at most `limit_s`; with {python}, {dir} and {out} filled in.
+    """`commands` run one after the other, together for at most `limit_s`, with {python}, {dir} and others filled in.
 
     `alone`: times are taken, so nothing else may run. `needs`: a program, or "module NAME", without which there is
     nothing to run.

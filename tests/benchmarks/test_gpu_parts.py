@@ -25,7 +25,7 @@ from gpu_steps import summed
 from parts import Ended, Part, filled, run
 
 ROOT = Path(__file__).parents[2]
-WHERE = {"python": sys.executable, "dir": "/drive", "out": "/out", "cache": "/cache", "workers": "2"}
+WHERE = {"python": sys.executable, "dir": "/drive", "ram": "/ram", "out": "/out", "cache": "/cache", "workers": "2"}
 COMMANDS = [(part, filled(command, WHERE)) for part in PARTS for command in part.commands]
 
 
@@ -277,9 +277,10 @@ def test_a_table_and_a_file_that_later_parts_add_to(tmp_path: Path, monkeypatch:
         "first": Path(sys.executable).name,
         "needy": "skipped:",
     }
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *("first.txt", "last.txt", "needy.txt", "summary.json")
-    }
+    (tmp_path / "out" / "last.txt").unlink()
+    assert gpu_parts.main([*places, "--resume", "last", "first"]) == 1, "only what failed runs again"
+    assert not (tmp_path / "out" / "last.txt").exists()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*("first.txt", "needy.txt", "summary.json")}
     assert gpu_parts.table([Ended("a", "ok", 3.2)]).splitlines()[-1] == "a                    3  ok"
 
 
