@@ -216,7 +216,7 @@ def test_one_excess(training: Callable[..., Trained], caplog: pytest.LogCaptureF
     ]
     excess = [float(each[1]) for each in told if each is not None]
     assert len(excess) == 3
-    assert excess[1] == excess[2]
+    assert abs(excess[1] - excess[2]) <= 0.1, "the report is of the last step, and the warning of an earlier one"
     assert abs(excess[1] - excess[0]) <= 12, "a tensor of 8 MiB, and what other tests have left, die later than planned"
 
 
