@@ -87,7 +87,8 @@ class Account:
         self.look()
         optimized = self._steps != _optimizer_steps
         first, self._steps = self._steps <= self._before < _optimizer_steps, _optimizer_steps
-        waits = self._waiting() > 0
+        outstanding = self._waiting()
+        waits = outstanding > 0
         self._gauge.look_around(for_tensors=not self._allowance.is_known(graph, saved, optimized, waits))
         if self._memory == "auto":
             self._allowance.limit = limit_of(self._memory, self._ranks, self._gauge, device)
@@ -95,7 +96,7 @@ class Account:
         base = self._gauge.live_bytes() - self._held()
         self._begun += 1
         self._allowance.complete = self._before < _optimizer_steps or self._begun > LATE
-        self._allowance.begins(graph, saved, base, optimized, waits)
+        self._allowance.begins(graph, saved, base, optimized, waits, outstanding)
         if first:
             self._allowance.unsettle()  # an optimizer makes its state in its first step
         self._allow(self._allowance.most)

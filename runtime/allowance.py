@@ -54,11 +54,13 @@ class _Runs:
 
 @dataclass(slots=True)
 class _Step:
-    """A step while it is measured. `size`: the bytes that its first forward saves. `complete`: as in `Allowance`."""
+    """A step while it is measured. `size`: the bytes that its first forward saves. `begun`: outstanding at its begin.
+    `complete`: as in `Allowance`."""
 
     kind: Kind
     size: int
     level: int
+    begun: int
     complete: bool
     known: bool = True  # steps with all of its forwards were measured before
     runs: _Runs = field(default_factory=_Runs)
@@ -88,16 +90,20 @@ NOTHING = Bound(0, sys.maxsize, 0)
 class _Measured:
     level: int
     runs: _Runs
+    begun: int  # outstanding when it began
     points: tuple[Point, ...]  # (base - level, outstanding): those that bind
     most: int  # was outstanding
 
-    def bounds(self, limit: int, level: int) -> Iterator[Bound]:
+    def bounds(self, limit: int, level: int, begun: int) -> Iterator[Bound]:
         """What may be held in such a step, so that no point of it is above the limit.
 
-        A level that fell counts only once a step was measured at it: gradients that are gone may come again.
+        A level that fell counts only once a step was measured at it: gradients that are gone may come again. What other
+        graphs have outstanding when a step begins makes no room for what it stores.
         """
-        left = limit - max(level, self.level)
-        return (Bound(left - rise, out, self.most) for rise, out in self.points if rise + out > left)
+        left, more = limit - max(level, self.level), max(0, begun - self.begun)
+        return (
+            Bound(left - rise, out + more, self.most + more) for rise, out in self.points if rise + out + more > left
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +158,15 @@ class Allowance:
         """Whether the forward that begins now is the first of a step."""
         return self._step is None or (_current_graph_task_id() < 0 and (self._turned or not waits))
 
-    def begins(self, graph: str, saved: int, base: int, optimized: bool, waits: bool) -> None:
-        """A forward begins, and will save so many bytes.
+    def begins(self, graph: str, saved: int, base: int, optimized: bool, waits: bool, outstanding: int = 0) -> None:
+        """A forward begins, and will save so many bytes, while so many are `outstanding`.
 
         `optimized`: the optimizer stepped since the last one began. `waits`: something that was stored waits for its
         backward. If nothing does, and no backward came, those before are of no step.
         """
         if self._step is None or self._is_first(waits):
             self.finish()
-            self._step = _Step((optimized, graph), saved, base, complete=self.complete)
+            self._step = _Step((optimized, graph), saved, base, outstanding, complete=self.complete)
             self._turned = False
         step = self._step
         step.runs.add(graph, saved)
@@ -168,7 +174,7 @@ class Allowance:
         step.known &= bool(known)
         before = self.most
         within = self._within
-        found = tuple(bound for each in known for bound in each.bounds(within, step.level))
+        found = tuple(bound for each in known for bound in each.bounds(within, step.level, step.begun))
         self.bounds = found if known else (NOTHING,)
         if abs(min(self.most, self.limit) - min(before, self.limit)) > STEADY * self.limit:
             said = "all saved tensors" if self.most > self.limit else format_bytes(self.most)
@@ -230,7 +236,7 @@ class Allowance:
         self._waste = 0
         if self._turned:
             most = max((out for _, out in step.points), default=0)
-            measured = _Measured(step.level, step.runs, _binding(step.points), most)
+            measured = _Measured(step.level, step.runs, step.begun, _binding(step.points), most)
             sizes = self._known.setdefault(step.kind, {})
             sizes.setdefault(step.size, deque(maxlen=REMEMBERED)).append(measured)
             if len(sizes) > SIZES:

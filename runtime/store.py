@@ -62,6 +62,7 @@ class Store:
                 self.reader.drop_ahead(entry)
             if self.account:
                 self.account.begins(graph, saved_bytes, device)
+                self._drop_ahead()
                 if seen := self.account.seen:
                     stats.limited(seen.limit, seen.peak, seen.stayed)
         if self.account:  # what has to go for this forward
@@ -197,7 +198,14 @@ class Store:
                 self.account.turns()
             self.prefetcher.asked(entry)
             self.writer.count_out(entry)
-            self._record("load", entry, seq, started, where, stall)
+            if not self.account:
+                self._record("load", entry, seq, started, where)
+                return load.out
+        stall += self.writer.make_room(entry.device)  # what is copied, or was encoded, is held though it was asked for
+        with GUARD.lock:
+            self.residency.waited(stall)
+            counters(entry.graph).waited("write", entry.slot, stall)
+            self._record("load", entry, seq, started, where)
         return load.out
 
     def wait_load_(self, entry: Entry, x: Tensor, seq: int) -> None:
@@ -228,16 +236,20 @@ class Store:
         if error:
             raise errors.not_read(entry, ATTEMPTS, error) from error
 
+    def _drop_ahead(self) -> None:
+        """Ends what is read ahead if more is held than may be from here on."""
+        assert self.account
+        if self.ledger.ahead_bytes and self.writer.held_bytes > self.account.at(self.writer.outstanding_bytes):
+            for entry in entries.of(self):
+                self.reader.drop_ahead(entry)
+
     def _make_way(self, entry: Entry, consume: bool) -> float:
         """Before a load that makes a tensor: less is outstanding then, so less may be held. The seconds waited."""
         with GUARD.lock:
             if consume and (entry.ahead or entry.state.where == "memory"):
                 return 0.0
             self.writer.count_out(entry)
-        stall = self.writer.make_room(entry.device)
-        with GUARD.lock:
-            self.residency.waited(stall)
-        return stall
+        return self.writer.make_room(entry.device)
 
     def _released(self, entry: Entry, moves: bool) -> None:
         if moves:

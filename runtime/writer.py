@@ -321,12 +321,18 @@ class Writer:
             return None
         for entry in self._ledger.resident:  # no generator: when it ends it swallows a Ctrl-C
             if not entry.later:
-                return entry if entry.early or self._ledger.resident_bytes > self._most(self._peak.nbytes) else None
+                return entry if entry.early or self._too_many() else None
         return None
 
-    def _most(self, outstanding: int) -> int:
-        """The bytes that may be in memory. With what the graph still uses, so many are outstanding beside the rest."""
-        return self.limit(outstanding) if self.limit else self._residency.nbytes
+    def _too_many(self) -> bool:
+        """Whether more is resident than may be, or will be when the graph has released all of it."""
+        resident = self._ledger.resident_bytes
+        if not self.limit:
+            return resident > self._residency.nbytes
+        leaving = self._ledger.writing_bytes
+        return resident > self.limit(self._peak.nbytes) or self.held_bytes - leaving > self.limit(
+            self.outstanding_bytes
+        )
 
     def _cap(self, device: torch.device) -> int:
         """The most bytes that are written at a time, where the next to be written is of `device`."""
@@ -356,7 +362,7 @@ class Writer:
                 continue
             with streams.in_turn_with(entry.stream, entry.device):
                 self._start(entry)
-        while self.limit and self.held_bytes > self._most(self.outstanding_bytes):
+        while self.limit and self.held_bytes > self.limit(self.outstanding_bytes):
             if not self._follow_oldest():
                 return self._oldest_under_way()
         return None

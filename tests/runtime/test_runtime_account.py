@@ -18,7 +18,8 @@ from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory import gauge as gauges
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.memory.gauge import CpuGauge, DeviceGauge, gauge
-from ssd_fx.runtime.states import State
+from ssd_fx.runtime.reader import Reader
+from ssd_fx.runtime.states import Entry, Load, State
 from ssd_fx.runtime.store import Store
 from ssd_fx.runtime.stores import get_store
 from tests.runtime.engines import DelayedEngine, around
@@ -84,15 +85,23 @@ def test_no_more_is_held_than_is_allowed(tmp_path: Path, allowed: list[Bound], m
 @pytest.mark.parametrize("order", [(5, 4, 3, 2, 1, 0), (0, 1, 2, 3, 4, 5), (2, 5, 0, 4, 1, 3)])
 @pytest.mark.parametrize("consume", [True, False])
 def test_the_backward_asks_in_any_order(
-    tmp_path: Path, allowed: list[Bound], order: tuple[int, ...], consume: bool
+    tmp_path: Path, allowed: list[Bound], order: tuple[int, ...], consume: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The less is outstanding, the less may be held. What is asked for and is not held makes the oldest leave."""
+    """The less is outstanding, the less may be held. What is asked for and is not held makes the oldest leave, before
+    there is memory for what is read."""
     bound = Bound(MIB, 2 * MIB, 6 * MIB)
     allowed.append(bound)
     config = config_json(tmp_path, around(DelayedEngine), memory=1 << 40)
+    writer, reads = get_store(config).writer, Reader.begin
+
+    def begins(self: Reader, entry: Entry, *args: Any, **more: Any) -> Load:
+        if entry.state is State.ON_DISK and not entry.ahead:
+            assert writer.held_bytes <= bound.at(writer.outstanding_bytes)
+        return reads(self, entry, *args, **more)
+
+    monkeypatch.setattr(Reader, "begin", begins)
     for _ in range(2):
         handles, _ = forward(config)
-        writer = get_store(config).writer
         assert writer.held_bytes == 5 * MIB
         for i in order:
             y = load(handles[i], torch.empty(N), consume=consume)
@@ -100,6 +109,57 @@ def test_the_backward_asks_in_any_order(
             assert writer.held_bytes <= bound.at(writer.outstanding_bytes)
             del y
         del handles
+
+
+def test_what_the_graph_still_uses_is_on_the_drive(tmp_path: Path, allowed: list[Bound]) -> None:
+    """Such as a residual stream. It is no longer resident, so it makes no room for others."""
+    bound = Bound(0, 3 * MIB // 2, 5 * MIB)
+    allowed.append(bound)
+    config = config_json(tmp_path, memory=1 << 40)
+    begin(config, offloaded=5 * MIB)
+    used = torch.zeros(N)
+    handles = [store(used, config)]
+    writer = get_store(config).writer
+    for i in range(1, 5):
+        x = torch.full((N,), float(i))
+        handles.append(store(x, config, slot=i, seq=2 * i))
+        release(handles[-1], x, seq=2 * i + 1)
+        del x
+        assert writer.held_bytes <= bound.at(writer.outstanding_bytes)
+
+
+def test_what_is_copied_is_held_though_it_was_asked_for(tmp_path: Path, allowed: list[Bound]) -> None:
+    """In other strides nothing is donated, so the tensor stays until its handle dies, and others have to leave."""
+    bound = Bound(0, 2 * MIB, 6 * MIB)
+    allowed.append(bound)
+    config = config_json(tmp_path, memory=1 << 40)
+    begin(config, offloaded=6 * MIB)
+    handles = []
+    for i in range(6):
+        x = torch.full((N // 256, 256), float(i))
+        handles.append(store(x, config, slot=i, seq=2 * i))
+        release(handles[-1], x, seq=2 * i + 1)
+        del x
+    writer = get_store(config).writer
+    assert writer.held_bytes == 4 * MIB
+    for i in (5, 4, 3):
+        y = load(handles[i], torch.empty(256, N // 256).t())
+        assert torch.equal(y, torch.full_like(y, float(i)))
+        assert writer.held_bytes <= bound.at(writer.outstanding_bytes)
+
+
+def test_handles_that_die_on_the_drive(tmp_path: Path, allowed: list[Bound]) -> None:
+    """Less is outstanding then, so less may be held."""
+    bound = Bound(0, 2 * MIB, 6 * MIB)
+    allowed.append(bound)
+    config = config_json(tmp_path, memory=1 << 40)
+    handles, _ = forward(config)
+    assert [lookup(each).state.where for each in handles] == ["disk"] * 2 + ["memory"] * 4
+    del handles[:2]
+    writer = get_store(config).writer
+    while handles:
+        load(handles.pop(), torch.empty(N))
+        assert writer.held_bytes <= bound.at(writer.outstanding_bytes)
 
 
 def test_a_forward_that_is_allowed_less_waits_until_the_others_are_gone(tmp_path: Path, allowed: list[Bound]) -> None:
@@ -112,6 +172,32 @@ def test_a_forward_that_is_allowed_less_waits_until_the_others_are_gone(tmp_path
     assert get_store(config).writer.held_bytes <= 2 * MIB
     assert [lookup(h).state for h in handles[:4]] == [State.ON_DISK] * 4, "the oldest leave first"
     backward(handles, get_store(config), 2 * MIB)
+
+
+def test_reads_ahead_end_where_a_forward_is_allowed_less(tmp_path: Path, allowed: list[Bound]) -> None:
+    """Two graphs: when the backward of the second ends, tensors of the first are read ahead. Then a third begins."""
+    config = config_json(tmp_path, memory=1 << 40)
+    runs: dict[str, list[torch.Tensor]] = {}
+    for some in (NOTHING, at_most(4 * MIB)):
+        allowed.append(NOTHING)
+        for graph in "ab":
+            begin(config, graph=graph, offloaded=4 * MIB)
+            runs[graph] = []
+            for i in range(4):
+                x = torch.full((N,), float(i))
+                runs[graph].append(store(x, config, slot=i, seq=2 * i, graph=graph))
+                release(runs[graph][-1], x, seq=2 * i + 1)
+        account_ = get_store(config).account
+        assert account_
+        assert account_._allowance
+        account_._allowance.bounds = (some,)
+        for graph in "ba" if some is NOTHING else "b":
+            while runs[graph]:
+                load(runs[graph].pop(), torch.empty(N))
+    found = get_store(config)
+    assert found.ledger.ahead_bytes == 4 * MIB
+    begin(config, graph="c", offloaded=MIB)
+    assert (found.ledger.ahead_bytes, found.writer.held_bytes) == (0, 0)
 
 
 def test_what_the_graph_still_uses_is_not_held_for_the_backward(tmp_path: Path, allowed: list[Bound]) -> None:

@@ -306,6 +306,22 @@ def test_more_stays_before_gradients_grow() -> None:
     assert training.allowance.at(700 * MIB) == training.allowance.most == least + 200 * MIB  # no such step was measured
 
 
+def test_what_another_graph_has_outstanding_makes_no_room() -> None:
+    """A graph that is kept, now and then: its tensors are on the drive, and asked for in no step that was measured."""
+    allowance = Allowance(LIMIT)
+    peaks = []
+    for kept in (0, 0, 0, 300 * MIB, 300 * MIB, 0):
+        allowance.begins("a", 600, 100 * MIB, True, False, kept)
+        highest = 0
+        for rise, out in ((100, 600), (200, 500), (500, 400), (650, 300), (500, 100)):
+            held = min(allowance.at(out * MIB + kept), out * MIB)
+            highest = max(highest, (100 + rise) * MIB + held)
+            allowance.note((100 + rise) * MIB + held, held, out * MIB + kept)
+        allowance.turns()
+        peaks.append(highest)
+    assert peaks == [750 * MIB] + [ROOM] * 5
+
+
 def test_a_forward_within_a_step_is_no_unknown_step() -> None:
     """For an unknown step all of Python's objects are looked at: a tenth of a second, for each block of a model."""
     training = Training()
