@@ -204,7 +204,7 @@ def test_one_excess(training: Callable[..., Trained], caplog: pytest.LogCaptureF
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trained.step()
-        assert not warned, "Adam has not made its state"
+        assert not any("cannot be kept" in str(each.message) for each in warned), "Adam has not made its state"
         for _ in range(3):
             trained.step()
     (runtime,) = [str(each.message) for each in warned if "cannot be kept" in str(each.message)]
