@@ -49,7 +49,8 @@ from ways import Way, blocks, compiled
 SCENES = ("steady", "blocks", "micro", "amp", "fsdp", "changes")
 SHARES = (0.03, 0.25, 0.5, 0.75, 1.1)  # of the way from the lowest peak to Inductor's
 ENDS = 3  # steps that find these two peaks
-LOWEST, INDUCTOR, RECOMPUTE = "lowest", "inductor", "PyTorch"
+LOWEST, INDUCTOR = "lowest", "inductor"
+RIVAL = "PyTorch"  # before its budget
 PYTORCH = (0.1, 0.3, 0.5, 0.8)  # of its own budget
 RANKS = 2  # of the scene "fsdp"
 GROWS, SHRINKS, SECOND, EVALUATES, END = 20, 40, 50, 5, 60  # steps of the scene "changes"
@@ -276,7 +277,7 @@ def picture(found: Mapping[str, Sequence[Step]], timed: int) -> str:
     lines: dict[str, list[str]] = {"memory=": [], "PyTorch's budget": [], "Inductor": [INDUCTOR]}
     for name in found:
         if name != INDUCTOR:
-            lines["PyTorch's budget" if name.startswith(RECOMPUTE) else "memory="].append(name)
+            lines["PyTorch's budget" if name.startswith(RIVAL) else "memory="].append(name)
     series = {line: sorted(map(point, names), key=lambda p: p.x) for line, names in lines.items() if names}
     return svg.plot(series, title="A limit of memory and what it costs", x="measured peak, MiB", y="step, s")
 
@@ -326,7 +327,7 @@ def main() -> int:
             least, most = 2 * least, 2 * most
         limits = {f"{share:.0%}": int(least + share * (most - least)) for share in flags.limits}
         limited = {name: Worker(name, job("memory", limit), stack) for name, limit in limits.items()}
-        rivals = [(f"{RECOMPUTE} {share}", job("recompute", share=share)) for share in PYTORCH if flags.pytorch]
+        rivals = [(f"{RIVAL} {share}", job("recompute", share=share)) for share in PYTORCH if flags.pytorch]
         others = {name: Worker(name, each, stack) for name, each in rivals}
         rounds(others.values(), ENDS)
         rounds(limited.values(), steps - flags.timed)

@@ -1,6 +1,6 @@
 """Measures what a step takes at every node, and sets what may be held for the backward: the option `memory`.
 
-`allowance.py` has the rule. The account itself is the writer's: `Writer.held_bytes`, within `Account.at`.
+`allowance.py` has the rule. The account itself is the writer's: `Writer.held_bytes`, within `Account.allowed`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Account:
         self._steps = -1  # of optimizers, when the last forward began
         self._before = _optimizer_steps  # others have made so many
         self._begun = 0  # forwards
-        self._out = 0  # outstanding when the last node ended
+        self._outstanding_before = 0  # when the last node ended
 
     @property
     def seen(self) -> Seen | None:
@@ -88,22 +88,21 @@ class Account:
         optimized = self._steps != _optimizer_steps
         first, self._steps = self._steps <= self._before < _optimizer_steps, _optimizer_steps
         outstanding = self._waiting()
-        waits = outstanding > 0
-        self._gauge.look_around(for_tensors=not self._allowance.is_known(graph, saved, optimized, waits))
+        self._gauge.look_around(for_tensors=not self._allowance.is_known(graph, saved, optimized, outstanding))
         if self._memory == "auto":
             self._allowance.limit = limit_of(self._memory, self._ranks, self._gauge, device)
         self._allowance.wasted(self._gauge.waste_bytes())
         base = self._gauge.live_bytes() - self._held()
         self._begun += 1
         self._allowance.complete = self._before < _optimizer_steps or self._begun > LATE
-        self._allowance.begins(graph, saved, base, optimized, waits, outstanding)
+        self._allowance.begins(graph, saved, base, optimized, outstanding)
         if first:
             self._allowance.unsettle()  # an optimizer makes its state in its first step
         self._allow(self._allowance.most)
 
-    def at(self, outstanding: int) -> int:
+    def allowed(self, outstanding: int) -> int:
         """The most bytes that may be held while so many are outstanding."""
-        return self._allowance.at(outstanding) if self._allowance else 0
+        return self._allowance.allowed(outstanding) if self._allowance else 0
 
     def steady(self) -> Steady | None:
         """As `Allowance.steady`; None before an optimizer has made its state."""
@@ -120,13 +119,13 @@ class Account:
         """A node of ours begins, or a step ends: since the last node nothing was released or asked for, but handles may
         have died."""
         if self._gauge and self._allowance:
-            self._allowance.note(self._gauge.peak_bytes(), self._held(), max(self._out, self._waiting()))
+            self._allowance.note(self._gauge.peak_bytes(), self._held(), max(self._outstanding_before, self._waiting()))
 
     def settled(self) -> None:
         """A node of ours ends. What is held has changed within it, so of that time only the end counts."""
         if self._gauge and self._allowance:
-            self._out = self._waiting()
-            self._allowance.note(self._gauge.begin(), self._held(), self._out)
+            self._outstanding_before = self._waiting()
+            self._allowance.note(self._gauge.begin(), self._held(), self._outstanding_before)
 
     def _waiting(self) -> int:
         """What may be held. A backward that keeps its graph leaves what it has asked for."""

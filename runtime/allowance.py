@@ -79,11 +79,11 @@ class Bound(NamedTuple):
     outstanding: int
     most: int
 
-    def at(self, outstanding: int) -> int:
+    def allowed(self, outstanding: int) -> int:
         return self.nbytes + max(0, min(outstanding, self.most) - self.outstanding)
 
 
-NOTHING = Bound(0, sys.maxsize, 0)
+NOTHING = Bound(0, sys.maxsize, 0)  # of a step that was never measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +148,23 @@ class Allowance:
         self._warned = False
         self.complete = True  # what the optimizer keeps is there, so that a step can be told not to fit
 
-    def is_known(self, graph: str, saved: int, optimized: bool, waits: bool) -> bool:
+    def is_known(self, graph: str, saved: int, optimized: bool, outstanding: int) -> bool:
         """Whether this forward is within a step, or a step that begins so was measured, or one with a larger batch."""
-        if not self._is_first(waits):
+        if not self._is_first(outstanding):
             return True
         return any(size >= saved for size in self._known.get((optimized, graph), ()))
 
-    def _is_first(self, waits: bool) -> bool:
+    def _is_first(self, outstanding: int) -> bool:
         """Whether the forward that begins now is the first of a step."""
-        return self._step is None or (_current_graph_task_id() < 0 and (self._turned or not waits))
+        return self._step is None or (_current_graph_task_id() < 0 and (self._turned or not outstanding))
 
-    def begins(self, graph: str, saved: int, base: int, optimized: bool, waits: bool, outstanding: int = 0) -> None:
+    def begins(self, graph: str, saved: int, base: int, optimized: bool, outstanding: int) -> None:
         """A forward begins, and will save so many bytes, while so many are `outstanding`.
 
-        `optimized`: the optimizer stepped since the last one began. `waits`: something that was stored waits for its
-        backward. If nothing does, and no backward came, those before are of no step.
+        `optimized`: the optimizer stepped since the last one began. If nothing is outstanding, and no backward came,
+        those before are of no step.
         """
-        if self._step is None or self._is_first(waits):
+        if self._step is None or self._is_first(outstanding):
             self.finish()
             self._step = _Step((optimized, graph), saved, base, outstanding, complete=self.complete)
             self._turned = False
@@ -172,22 +172,21 @@ class Allowance:
         step.runs.add(graph, saved)
         known = self._measured(step)
         step.known &= bool(known)
-        before = self.most
-        within = self._within
+        before, within = self.most, self._within
         found = tuple(bound for each in known for bound in each.bounds(within, step.level, step.begun))
         self.bounds = found if known else (NOTHING,)
         if abs(min(self.most, self.limit) - min(before, self.limit)) > STEADY * self.limit:
             said = "all saved tensors" if self.most > self.limit else format_bytes(self.most)
             _log.info("within memory=%s %s may now stay in memory", format_bytes(self.limit), said)
 
-    def at(self, outstanding: int) -> int:
+    def allowed(self, outstanding: int) -> int:
         """The most bytes that may be held while so many are outstanding."""
-        return max(0, min((bound.at(outstanding) for bound in self.bounds), default=sys.maxsize))
+        return max(0, min((bound.allowed(outstanding) for bound in self.bounds), default=sys.maxsize))
 
     @property
     def most(self) -> int:
         """What may be held when most bytes are outstanding."""
-        return self.at(sys.maxsize)
+        return self.allowed(sys.maxsize)
 
     @property
     def _within(self) -> int:

@@ -239,7 +239,7 @@ class Store:
     def _drop_ahead(self) -> None:
         """Ends what is read ahead if more is held than may be from here on."""
         assert self.account
-        if self.ledger.ahead_bytes and self.writer.held_bytes > self.account.at(self.writer.outstanding_bytes):
+        if self.ledger.ahead_bytes and self.writer.held_bytes > self.account.allowed(self.writer.outstanding_bytes):
             for entry in entries.of(self):
                 self.reader.drop_ahead(entry)
 
@@ -310,7 +310,7 @@ class Store:
         writer, ranks = self.writer, config.ranks.count
         held, outstanding = lambda: writer.held_bytes, lambda: writer.outstanding_bytes
         found = Account(config.memory, ranks, held, outstanding, self.residency.allow)
-        self.writer.limit = found.at
+        self.writer.limit = found.allowed
         return found
 
     def _look(self) -> None:
@@ -326,7 +326,7 @@ class Store:
     def _spare(self) -> int:
         """The bytes that may be read ahead, because tensors that were resident have left them."""
         if self.account:  # what the graph has asked for is the graph's, not read ahead
-            return max(0, self.account.at(0) - self.writer.held_bytes + self.ledger.reading_bytes)
+            return max(0, self.account.allowed(0) - self.writer.held_bytes + self.ledger.reading_bytes)
         return self.residency.spare(self.ledger.resident_bytes)
 
     def _learn(self) -> None:

@@ -325,14 +325,13 @@ class Writer:
         return None
 
     def _too_many(self) -> bool:
-        """Whether more is resident than may be, or will be when the graph has released all of it."""
-        resident = self._ledger.resident_bytes
+        """Whether more is resident than may be: now, without what is being written, or once the graph releases all."""
+        ledger = self._ledger
         if not self.limit:
-            return resident > self._residency.nbytes
-        leaving = self._ledger.writing_bytes
-        return resident > self.limit(self._peak.nbytes) or self.held_bytes - leaving > self.limit(
-            self.outstanding_bytes
-        )
+            return ledger.resident_bytes > self._residency.nbytes
+        if ledger.resident_bytes > self.limit(self._peak.nbytes):
+            return True
+        return self.held_bytes - ledger.writing_bytes > self.limit(self.outstanding_bytes)
 
     def _cap(self, device: torch.device) -> int:
         """The most bytes that are written at a time, where the next to be written is of `device`."""

@@ -43,8 +43,8 @@ class Options:
         parameters, gradients, the optimizer's state, activations of all graphs. A size (`"24GiB"`), a share of what the
         device has (`"90%"`), or `"auto"`, which is what others leave, less 5%. On the CPU the device has what the
         machine, the container and `RLIMIT_DATA` allow. The first step runs with the lowest peak, as with `budget=0`.
-        From the second one on as much stays in memory as fits, and when that is known the plan is made once more, if a
-        step is predicted to be shorter then (`adapt`). Instead of `budget`. Default: no limit.
+        From the second one on as much stays in memory as fits. When that is known the plan is made once more, if a step
+        is predicted to be shorter then (`adapt`). Instead of `budget`. Default: no limit.
     budget (a size, a share or `"auto"`): Saved tensors that may stay in memory. A size (`"2GiB"`) is one budget over
         all graphs of the process; at run time the tensors stored last stay. A size below what one graph must keep in
         memory is an error that names the least possible size. A number below a MiB without a unit is an error, because
@@ -58,8 +58,8 @@ class Options:
         which is what a checkpoint of every layer costs, a step needs less memory than with that.
     spare (a flag): Spare the drive: in a graph that is a whole training step, with the loss, what does not lower the
         peak stays in memory. A budget in bytes other than 0 does not look at it. Turn it off where several forwards
-        come before the first backward, as in some pipelines: there a share is the part of the bytes, too, that may
-        stay of those that can leave.
+        come before the first backward, as in some pipelines. There a share is also one of the bytes that can leave: so
+        many of them may stay.
     recompute (a flag): Recompute tensors where that is predicted to be faster than the drive.
     min_bytes (a size): Smaller tensors stay in memory, unless `ssd_fx.offload(x)` marks them.
     engine (a name): `"posix"` is direct file I/O. `"kvikio"` is GPUDirect Storage or an error; `"kvikio-forced"` also

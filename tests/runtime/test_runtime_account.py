@@ -96,7 +96,7 @@ def test_the_backward_asks_in_any_order(
 
     def begins(self: Reader, entry: Entry, *args: Any, **more: Any) -> Load:
         if entry.state is State.ON_DISK and not entry.ahead:
-            assert writer.held_bytes <= bound.at(writer.outstanding_bytes)
+            assert writer.held_bytes <= bound.allowed(writer.outstanding_bytes)
         return reads(self, entry, *args, **more)
 
     monkeypatch.setattr(Reader, "begin", begins)
@@ -106,7 +106,7 @@ def test_the_backward_asks_in_any_order(
         for i in order:
             y = load(handles[i], torch.empty(N), consume=consume)
             assert raw(y) == raw(torch.full((N,), float(i)))
-            assert writer.held_bytes <= bound.at(writer.outstanding_bytes)
+            assert writer.held_bytes <= bound.allowed(writer.outstanding_bytes)
             del y
         del handles
 
@@ -125,7 +125,7 @@ def test_what_the_graph_still_uses_is_on_the_drive(tmp_path: Path, allowed: list
         handles.append(store(x, config, slot=i, seq=2 * i))
         release(handles[-1], x, seq=2 * i + 1)
         del x
-        assert writer.held_bytes <= bound.at(writer.outstanding_bytes)
+        assert writer.held_bytes <= bound.allowed(writer.outstanding_bytes)
 
 
 def test_what_is_copied_is_held_though_it_was_asked_for(tmp_path: Path, allowed: list[Bound]) -> None:
@@ -145,7 +145,7 @@ def test_what_is_copied_is_held_though_it_was_asked_for(tmp_path: Path, allowed:
     for i in (5, 4, 3):
         y = load(handles[i], torch.empty(256, N // 256).t())
         assert torch.equal(y, torch.full_like(y, float(i)))
-        assert writer.held_bytes <= bound.at(writer.outstanding_bytes)
+        assert writer.held_bytes <= bound.allowed(writer.outstanding_bytes)
 
 
 def test_handles_that_die_on_the_drive(tmp_path: Path, allowed: list[Bound]) -> None:
@@ -159,7 +159,7 @@ def test_handles_that_die_on_the_drive(tmp_path: Path, allowed: list[Bound]) -> 
     writer = get_store(config).writer
     while handles:
         load(handles.pop(), torch.empty(N))
-        assert writer.held_bytes <= bound.at(writer.outstanding_bytes)
+        assert writer.held_bytes <= bound.allowed(writer.outstanding_bytes)
 
 
 def test_a_forward_that_is_allowed_less_waits_until_the_others_are_gone(tmp_path: Path, allowed: list[Bound]) -> None:

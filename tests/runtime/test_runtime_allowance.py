@@ -40,9 +40,9 @@ class Training:
         """The peak of a step, in which everything stays that may."""
         highest = 0
         for i, (graph, saved) in enumerate(batch.runs):
-            self.allowance.begins(graph, saved, self.level, optimized, waits=i > 0)
+            self.allowance.begins(graph, saved, self.level, optimized, outstanding=int(i > 0))
         for rise, outstanding in batch.points:
-            held = min(self.allowance.at(outstanding), outstanding)
+            held = min(self.allowance.allowed(outstanding), outstanding)
             highest = max(highest, self.level + rise + held)
             self.allowance.note(self.level + rise + held, held, outstanding)
         self.allowance.turns()
@@ -142,7 +142,7 @@ def test_forwards_without_a_backward_are_no_step() -> None:
     training = Training()
     training.step()
     for _ in range(1000):
-        training.allowance.begins("a", 600, training.level, False, waits=False)
+        training.allowance.begins("a", 600, training.level, False, outstanding=0)
         training.allowance.note(training.level, 0, 10)
     step = training.allowance._step
     assert step is not None
@@ -265,12 +265,12 @@ def test_the_backward_asks_in_any_order(tensors: list[int], data: st.DataObject)
     training = Training(limit=1000)
     with _quiet():
         for level in data.draw(st.lists(st.integers(0, 300), min_size=2, max_size=4)):
-            training.allowance.begins("a", sum(tensors), level, optimized=True, waits=False)
+            training.allowance.begins("a", sum(tensors), level, optimized=True, outstanding=0)
             held, outstanding, peak = [], 0, 0
             for (i, stored), base in zip(nodes, bases, strict=True):
                 outstanding += tensors[i] if stored else -tensors[i]
                 held = [*held, i] if stored else [each for each in held if each != i]
-                while sum(tensors[each] for each in held) > training.allowance.at(outstanding):
+                while sum(tensors[each] for each in held) > training.allowance.allowed(outstanding):
                     del held[0]
                 nbytes = sum(tensors[each] for each in held)
                 peak = max(peak, level + base + nbytes)
@@ -300,10 +300,12 @@ def test_more_stays_before_gradients_grow() -> None:
     training.step(growing)
     assert training.step(growing) == ROOM
     least = ROOM - 600 * MIB
-    assert [training.allowance.at(each * MIB) for each in (0, 400, 500, 600)] == [
+    assert [training.allowance.allowed(each * MIB) for each in (0, 400, 500, 600)] == [
         *(least, least, least + 100 * MIB, least + 200 * MIB)
     ]
-    assert training.allowance.at(700 * MIB) == training.allowance.most == least + 200 * MIB  # no such step was measured
+    assert (
+        training.allowance.allowed(700 * MIB) == training.allowance.most == least + 200 * MIB
+    )  # no such step was measured
 
 
 def test_what_another_graph_has_outstanding_makes_no_room() -> None:
@@ -311,10 +313,10 @@ def test_what_another_graph_has_outstanding_makes_no_room() -> None:
     allowance = Allowance(LIMIT)
     peaks = []
     for kept in (0, 0, 0, 300 * MIB, 300 * MIB, 0):
-        allowance.begins("a", 600, 100 * MIB, True, False, kept)
+        allowance.begins("a", 600, 100 * MIB, True, kept)
         highest = 0
         for rise, out in ((100, 600), (200, 500), (500, 400), (650, 300), (500, 100)):
-            held = min(allowance.at(out * MIB + kept), out * MIB)
+            held = min(allowance.allowed(out * MIB + kept), out * MIB)
             highest = max(highest, (100 + rise) * MIB + held)
             allowance.note((100 + rise) * MIB + held, held, out * MIB + kept)
         allowance.turns()
@@ -326,7 +328,7 @@ def test_a_forward_within_a_step_is_no_unknown_step() -> None:
     """For an unknown step all of Python's objects are looked at: a tenth of a second, for each block of a model."""
     training = Training()
     allowance = training.allowance
-    assert not allowance.is_known("a", 600, True, waits=False)
-    allowance.begins("a", 600, training.level, True, waits=False)
-    assert allowance.is_known("b", 600, False, waits=True)
-    assert not allowance.is_known("b", 600, False, waits=False)  # nothing waits, so it would begin a step
+    assert not allowance.is_known("a", 600, True, outstanding=0)
+    allowance.begins("a", 600, training.level, True, outstanding=0)
+    assert allowance.is_known("b", 600, False, outstanding=1)
+    assert not allowance.is_known("b", 600, False, outstanding=0)  # nothing waits, so it would begin a step
