@@ -268,13 +268,13 @@ def count(plans: Sequence[tuple[Partition, Plan]]) -> Counter[str]:
     return found
 
 
-def trained(*sizes: Program) -> Callable[[Compile], list[Tensor]]:
-    """A program of `tests/bitwise.py`: outputs, gradients and arguments after one step at each size of one program."""
+def trained(*sizes: Program, steps: int = 1) -> Callable[[Compile], list[Tensor]]:
+    """A program of `tests/bitwise.py`: outputs, gradients and arguments after each step at each size of one program."""
 
     def program(compile: Compile) -> list[Tensor]:
         compiled = compile(sizes[0].function(), dynamic=len(sizes) > 1, fullgraph=True)
         found: list[Tensor] = []
-        for size in sizes:
+        for size in sizes * steps:
             leaves, values = arguments(size.inputs)
             torch.manual_seed(0)
             outputs = list(compiled(*values.values()))

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+import ssd_fx
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.lowering import order
 from ssd_fx.passes.partition import Partition
@@ -36,9 +37,11 @@ from tests.passes.random_runs import (
     trained,
 )
 from tests.passes.recomputing import everything_recomputed
+from tests.test_memory import any_allowance
 
 ops = torch.ops.ssd_fx
-OPTIONS = {"engine": "memory", "min_bytes": 0, "budget": 0, "inner": "aot_eager"}
+LIMITED = {"engine": "memory", "min_bytes": 0, "inner": "aot_eager"}
+OPTIONS = LIMITED | {"budget": 0}
 # With no database a run depends on its seed alone; the fixture is about counters, which no example minds.
 SETTINGS = settings(
     deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
@@ -123,6 +126,31 @@ def test_through_the_whole_of_torch_compile() -> None:
         prove_bitwise(trained(program), [kept(OPTIONS), ours(OPTIONS)])
 
     attempt()
+
+
+def search_within_memory(examples: int) -> int:
+    """Programs of which each step may hold other bytes, from none to all; returns how many offload."""
+    total = 0
+
+    @settings(SETTINGS, max_examples=examples, derandomize=True)
+    @given(programs())
+    def attempt(program: Program) -> None:
+        nonlocal total
+        with any_allowance(0, 100, 400, 1 << 40):
+            prove_bitwise(trained(program, steps=6), [kept(OPTIONS), ours(LIMITED, memory=1 << 20)])
+        total += bool(ssd_fx.stats().offloaded_bytes)
+
+    attempt()
+    return total
+
+
+def test_within_memory() -> None:
+    assert search_within_memory(6) >= 4
+
+
+@pytest.mark.slow
+def test_three_hundred_programs_within_memory() -> None:
+    assert search_within_memory(300) > 200
 
 
 def compiles(program: Program) -> bool:
