@@ -19,7 +19,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -239,29 +239,44 @@ def price(partition: Partition, plan: Plan, *, saved: Collection[int] = ()) -> P
     callers = {storage_of(n) for n in partition.caller_inputs} - {None}  # sizes, which never change, have none
     unstable = changed_inputs(partition.forward.graph) | (callers - slots.keys())
     exact = partition.once(compared)
+    forward = _Forward(
+        keys={n: storage_of(n) for n in nodes.values()},
+        twice={n for n in nodes.values() if n.op != "placeholder" and may_run_twice(n)},
+        seconds=seconds,
+        slots=slots,
+        unstable=unstable,
+    )
     found = {}
     for group in plan.groups:
         tagged = "recompute" in nodes[group.base].meta  # `partition_again` leaves it as it is
         tagged |= group.slot in saved
         if tagged or group.obstacle or not exact.isdisjoint(m.name for m in group.members):
             continue
-        cost = _price(nodes[group.base], slots, unstable, seconds)
+        cost = _price(nodes[group.base], forward)
         if cost is not None:
             found[group.slot] = replace(cost, launches=len(cost.nodes & plan.launches.again))
     return plan.with_(prices=found)
 
 
-def _price(
-    base: fx.Node,
-    slots: Mapping[int | None, int | None],
-    unstable: Collection[int | None],
-    seconds: Mapping[fx.Node, float],
-) -> Price | None:
-    """The price of the nodes from saved tensors to `base`; None if one of them cannot or should not run twice.
+@dataclass(frozen=True)
+class _Forward:
+    """What prices are made of.
 
-    `slots`: each saved storage, with the slot of its alias group, or None where it is in no group. `unstable`: storages
-    that may hold other values in the backward, because the step or its caller writes into them.
+    keys: the storage of each node's tensor. twice: the nodes that may run twice. seconds: that each takes.
+    slots: each saved storage, with the slot of its alias group, or None where it is in no group.
+    unstable: storages that may hold other values in the backward, because the step or its caller writes into them.
     """
+
+    keys: Mapping[fx.Node, int | None]
+    twice: Collection[fx.Node]
+    seconds: Mapping[fx.Node, float]
+    slots: Mapping[int | None, int | None]
+    unstable: Collection[int | None]
+
+
+def _price(base: fx.Node, forward: _Forward) -> Price | None:
+    """The price of the nodes from saved tensors to `base`; None if one of them cannot or should not run twice."""
+    keys, slots = forward.keys, forward.slots
     chain: dict[fx.Node, None] = {}
     sources: set[int | None] = set()
     work = [base]
@@ -269,14 +284,14 @@ def _price(
         node = work.pop()
         if node in chain:
             continue
-        if node.op == "placeholder" or not may_run_twice(node) or len(chain) > LONGEST:
+        if node not in forward.twice or len(chain) > LONGEST:
             return None
         chain[node] = None
         for source in node.all_input_nodes:
-            key = storage_of(source)
-            if key in unstable:
+            key = keys[source]
+            if key in forward.unstable:
                 return None
-            if key in slots and key != storage_of(base):
+            if key in slots and key != keys[base]:
                 sources.add(key)
             elif source.op not in ("placeholder", "get_attr") and _name(source) not in _SEEDS:
                 work.append(source)
@@ -284,7 +299,7 @@ def _price(
         return None
     names = frozenset(n.name for n in chain)
     needs = frozenset(slot for key in sources if (slot := slots[key]) is not None)
-    return Price(math.fsum(seconds[n] for n in chain), names, needs)
+    return Price(math.fsum(forward.seconds[n] for n in chain), names, needs)
 
 
 def may_run_twice(node: fx.Node) -> bool:
