@@ -330,6 +330,8 @@ class Search(Trials):
                 self._change(together)
             if self.best is before:
                 self._place(self._best_way(), len(self.bounds))
+            if self.best is before:
+                self._exchange_in_chains()
 
     def _change(self, together: int) -> None:
         """From the best, change so many items at once: over all of these again and again, until no change is better."""
@@ -346,6 +348,26 @@ class Search(Trials):
                     choices, now, unchanged = neighbour, found, 0
             if self.left <= 0 or unchanged >= all_unchanged:
                 return
+
+    def _exchange_in_chains(self) -> None:
+        """From the best, exchange the choices of an item and of one that it is made of, and change something else at
+        once: another such pair, or a single item. Two layers that keep their norms and not their inputs may fit
+        together where neither does alone."""
+        assert self.best is not None
+        items, choices = self.step.items, self.best.choices
+        pairs = [(i, needed) for i, item in enumerate(items) for needed in item.needs]
+        exchanges = [
+            {i: choices[k], k: choices[i]}
+            for i, k in pairs
+            if choices[i] is not choices[k] and choices[k] in self.allowed[i] and choices[i] in self.allowed[k]
+        ]
+        singles = [{i: c} for i, allowed in enumerate(self.allowed) for c in allowed if c is not choices[i]]
+        for one, other in itertools.chain(itertools.combinations(exchanges, 2), itertools.product(exchanges, singles)):
+            if self.left <= 0:
+                return
+            self.left -= 8  # what it takes to look at them
+            if one.keys().isdisjoint(other):
+                self._gaining(tuple((one | other).get(i, c) for i, c in enumerate(choices)))
 
     def _changed(self, choices: Choices, items: tuple[int, ...]) -> Iterator[Choices]:
         """The choices with another one for each of these items. Of two, one at least takes the choice of the other, as

@@ -79,10 +79,13 @@ def test_a_whole_layer_is_recomputed_where_its_norm_leaves_no_memory_for_that(
 
 
 @pytest.mark.parametrize(
-    ("seed", "share", "optimum_s"), [(4, 0.2, 0.00266021), (15, 0.0, 0.0155058)], ids=["exchange", "turn"]
+    ("seed", "share", "optimum_s"),
+    [(4, 0.2, 0.00266021), (15, 0.0, 0.0155058), (6, 0.2, 0.013142969)],
+    ids=["exchange", "turn", "two layers"],
 )
 def test_what_the_programs_prove_is_found(seed: int, share: float, optimum_s: float) -> None:
-    """Two items change places; and one release less blocks where the backward begins, as there is room until later."""
+    """Two items change places. One release less blocks where the backward begins, as there is room until later. One
+    layer keeps its norm in place of its input, and the next one its input in place of attention's result."""
     instance = layered_instance(seed)
     at = limits(instance.step, share, whole=True)
     found = solve(instance.step, instance.machine, limit=at.memory, share_bytes=at.kept)
