@@ -238,6 +238,8 @@ def called(node: fx.Node) -> tuple[object, tuple[Any, ...], dict[str, Any]]:
     Under a checkpoint PyTorch wraps what may draw random numbers: the forward saves the generator's state around it,
     and the backward sets it (torch._prims.rng_prims). Then it is what is wrapped.
     """
+    if isinstance(node.target, OpOverload):  # the usual case
+        return node.target, node.args, node.kwargs
     before = _WRAPPERS.get(getattr(node.target, "__name__", ""))
     if before is None:
         return node.target, node.args, node.kwargs

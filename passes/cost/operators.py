@@ -44,15 +44,23 @@ def operator_of(node: fx.Node) -> object:
     return getattr(called(node)[0], "overloadpacket", None)
 
 
+# A graph has few operators and many nodes, so what is asked of an operator is answered once.
+
+
 def has_flops(node: fx.Node) -> bool:
     """Whether the node is a matrix product, convolution or attention: a library call that is priced by its flops.
 
     Calls of other operators (`is_extern` has them all) are priced by memory traffic, as loops are.
     """
-    return operator_of(node) in flop_registry or is_attention(called(node)[0])
+    return _has_flops(called(node)[0])
 
 
-@functools.cache  # a graph has few operators and many nodes
+@functools.cache
+def _has_flops(target: object) -> bool:
+    return getattr(target, "overloadpacket", None) in flop_registry or is_attention(target)
+
+
+@functools.cache
 def is_attention(target: object) -> bool:
     """Whether the operator is one of PyTorch's fused attention operators, whatever the device."""
     own = isinstance(target, OpOverload) and target.namespace == "aten"
@@ -61,18 +69,28 @@ def is_attention(target: object) -> bool:
 
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor can compute the node inside a kernel that reads it."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    return torch.Tag.pointwise in node.target.tags or operator_of(node) in _INLINED
+    return _is_inlined(node.target)
+
+
+@functools.cache
+def _is_inlined(target: object) -> bool:
+    return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target.overloadpacket in _INLINED)
 
 
 def is_extern(node: fx.Node) -> bool:
     """Whether the node is a kernel of its own, which reads and writes buffers."""
     if node.op != "call_function":
         return False
+    if isinstance(node.target, OpOverload):
+        return _is_extern(node.target)
     if not isinstance(called(node)[0], OpOverload):
         return node.target is not operator.getitem and bool(tensors_of(node))
-    return has_flops(node) or not (is_inlined(node) or operator_of(node) in LOOPS)
+    return has_flops(node) or operator_of(node) not in LOOPS
+
+
+@functools.cache
+def _is_extern(target: OpOverload) -> bool:
+    return _has_flops(target) or not (_is_inlined(target) or target.overloadpacket in LOOPS)
 
 
 def nbytes_of(node: fx.Node) -> float:
@@ -89,13 +107,15 @@ def addmm(node: fx.Node, is_written: bool) -> fx.Node | None:
     """
     if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return None
+    products = [n for n in reversed(node.all_input_nodes) if n.target is aten.mm.default and len(n.users) == 1]
+    if not products:
+        return None
     first, second = map(tensor_of, node.all_input_nodes)
     if first is None or second is None or first.shape != second.shape or first.dtype != second.dtype:
         return None
     if first.device.type != "cpu" and not is_written and all(map(_is_read_by_loops, node.users)):
         return None
-    products = (n for n in reversed(node.all_input_nodes) if n.target is aten.mm.default and len(n.users) == 1)
-    return next(products, None)
+    return products[0]
 
 
 def _is_read_by_loops(node: fx.Node) -> bool:
