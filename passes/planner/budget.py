@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.plan import Limits
+from ssd_fx.passes.planner.bound import lower_bound
 from ssd_fx.passes.planner.compare import TOLERANCE, better
 from ssd_fx.passes.planner.solve import BudgetError, solve
 from ssd_fx.passes.schedule import Replay
@@ -156,6 +157,9 @@ class _Solver:
         allowed_s = (1 + slowdown + TOLERANCE) * searched(SHARES)[0].seconds
 
         def is_cheap(share: int) -> bool:
+            at = limits(self.step, share / SHARES, whole=self.whole, waits=False)
+            if share and lower_bound(self.step, self.machine, at.memory, at.kept) > allowed_s:
+                return False
             try:
                 return searched(share)[0].seconds <= allowed_s
             except BudgetError:  # tensors wait too long for their writes
