@@ -1,5 +1,5 @@
-"""The models of the benchmarks: the example's GPT, a BERT encoder with masked-LM loss, a T5 encoder-decoder, a Llama,
-and one for long rows.
+"""The models of the benchmarks: the GPT, the Llama and the one for long rows of the examples, a BERT encoder with
+masked-LM loss, and a T5 encoder-decoder.
 
 All are transformers of equal layers, with the norm first, on bytes of a text, and return their loss: one graph is one
 step. They are written for what they cost, so sizes are those of the originals, and what only changes results is left
@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))  # GPT and data are the example's
+sys.path.insert(0, str(ROOT / "examples"))  # GPT, Llama and data are those of the examples
 
 import torch  # noqa: E402 - with the lines around it
 import torch.nn.functional as F  # noqa: E402
 import train_gpt as train_gpt  # noqa: E402 - found through the path above; the benchmarks take it from here
 from torch import Tensor, nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from train_long import Llama as Llama  # noqa: E402
+from train_long import Long, rows  # noqa: E402
 
 Family = Literal["gpt", "bert", "t5", "llama", "long"]
 FAMILIES: tuple[Family, ...] = ("gpt", "bert", "t5", "llama", "long")
-GROUPED = 4  # heads of queries for one of keys and values, as in Llama 3
 MASKED = 0.15  # of BERT's tokens (Devlin et al. 2018)
 IGNORED = -100  # of cross_entropy: a target that does not count
-PIECE = 2048  # tokens whose logits exist at once
 WORDS = 128_256  # of Llama 3
 
 
@@ -117,101 +116,6 @@ class T5(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Rotated(nn.Module):
-    """Llama's attention: causal, with grouped queries and positions that rotate queries and keys.
-
-    On the CPU, whose fused kernel knows no groups, keys and values are repeated for all queries of a group.
-    """
-
-    def __init__(self, shape: train_gpt.Shape) -> None:
-        super().__init__()
-        self.size = shape.width // shape.heads
-        self.grouped = GROUPED if shape.heads % GROUPED == 0 else 1
-        keys = shape.heads // self.grouped * self.size
-        self.query = nn.Linear(shape.width, shape.width, bias=False)
-        self.keys = nn.Linear(shape.width, keys, bias=False)
-        self.values = nn.Linear(shape.width, keys, bias=False)
-        self.proj = nn.Linear(shape.width, shape.width, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        made = (linear(x).unflatten(-1, (-1, self.size)) for linear in (self.query, self.keys, self.values))
-        q, k, v = (each.transpose(1, 2) for each in made)
-        q, k = (each * cos + _turned(each) * sin for each in (q, k))
-        by_kernel = x.is_cuda
-        if not by_kernel:
-            k, v = (each.repeat_interleave(self.grouped, dim=1) for each in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=by_kernel)
-        out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
-        return out
-
-
-def _turned(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-class LlamaLayer(nn.Module):
-    """Its attention, and an MLP of `wider` times the width behind a gate. No dropout."""
-
-    def __init__(self, shape: train_gpt.Shape, wider: float) -> None:
-        super().__init__()
-        self.norm, self.mlp_norm = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
-        self.attention = Rotated(shape)
-        between = int(wider * shape.width)
-        self.gate = nn.Linear(shape.width, between, bias=False)
-        self.up = nn.Linear(shape.width, between, bias=False)
-        self.down = nn.Linear(between, shape.width, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x), cos, sin)
-        y = self.mlp_norm(x)
-        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
-        return out
-
-
-class Llama(nn.Module):
-    """Decoder layers and a tied head, whose logits become float32 before the loss."""
-
-    cos: Tensor
-    sin: Tensor
-    wider = 4.0
-
-    def __init__(self, shape: train_gpt.Shape, vocabulary: int) -> None:
-        super().__init__()
-        size = shape.width // shape.heads
-        turns = torch.outer(torch.arange(shape.seq), 500_000.0 ** -(torch.arange(0, size, 2) / size)).repeat(1, 2)
-        self.register_buffer("cos", turns.cos())
-        self.register_buffer("sin", turns.sin())
-        self.tokens = nn.Embedding(vocabulary, shape.width)
-        self.blocks = nn.ModuleList(LlamaLayer(shape, self.wider) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width)
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(inputs)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return self.loss(self.norm(x).flatten(0, 1), targets.flatten())
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, self.tokens.weight).float(), targets)
-
-
-class Long(Llama):
-    """For long rows: an MLP as wide as in Llama 3's 8B, and a loss in pieces, whose logits are computed again in the
-    backward, so that those of `PIECE` tokens exist at once."""
-
-    wider = 3.5
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        total = torch.zeros((), device=x.device)
-        for part, wanted in zip(x.split(PIECE), targets.split(PIECE), strict=True):
-            total = total + checkpoint(self._sum, part, wanted, use_reentrant=False)
-        return total / len(targets)
-
-    def _sum(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, self.tokens.weight).float(), targets, reduction="sum")
-
-
 MODELS = {"bert": Bert, "t5": T5, "llama": Llama, "long": Long}
 
 
@@ -237,16 +141,10 @@ def batches(family: Family, batch: int, seq: int, seed: int) -> Iterator[tuple[T
     """
     generator = torch.Generator().manual_seed(seed)
     long = seq >= sum(path.stat().st_size for path in train_gpt.DATA.glob("*.txt"))
-    for inputs, targets in _random(batch, seq, seed) if long else train_gpt.batches(batch, seq, seed):
+    found = rows(batch, seq, train_gpt.VOCABULARY, seed) if long else train_gpt.batches(batch, seq, seed)
+    for inputs, targets in found:
         if family == "bert":
             masked = torch.rand(inputs.shape, generator=generator) < MASKED
             yield inputs.masked_fill(masked, 0), inputs.masked_fill(~masked, IGNORED)
         else:
             yield inputs, targets
-
-
-def _random(batch: int, seq: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        window = torch.randint(train_gpt.VOCABULARY, (batch, seq + 1), generator=generator)
-        yield window[:, :-1].contiguous(), window[:, 1:].contiguous()

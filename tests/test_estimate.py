@@ -248,6 +248,19 @@ def test_the_fastest_is_marked_where_memory_is_asked_for() -> None:
     assert "drive life" not in str(table(None))
 
 
+def test_the_row_that_is_marked_is_the_one_to_take() -> None:
+    """0.5 writes least within 1% of the fastest, and 0, which is better in all but time, is within 1% of 0.5."""
+    rows = (
+        Prediction(0, 100, 112, 1.018, 1.0, 0.0, 20),
+        Prediction(0.5, 200, 212, 1.009, 1.0, 0.0, 25),
+        Prediction(1.0, 300, 312, 1.0, 1.0, 0.0, 30),
+    )
+    found = str(Estimate("ab12", 4, 300, 8, 4, rows, memory=400)).splitlines()
+    marks = [line.rpartition("  ")[2] for line in found[3:6]]
+    assert marks == ["fastest that fits", "fits, worse than 0", "fits, worse than 0.5"]
+    assert found[-1].startswith("take budget 0:")
+
+
 def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = (x @ w).relu() @ w
     torch._dynamo.graph_break()

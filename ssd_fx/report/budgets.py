@@ -184,7 +184,8 @@ class Estimate:
     def _cells(self, row: Prediction) -> tuple[str, ...]:
         life, better = self.life_s(row), self.better(row)
         fits = "" if self.memory is None else "fits" if self.fits(row) else "too large"
-        if fits and row is _fastest(filter(self.fits, self.rows)):
+        fastest = _fastest(filter(self.fits, self.rows))
+        if fits and fastest is not None and row is self._best_from(fastest):
             fits = "fastest that fits"
         return (
             row.name,
