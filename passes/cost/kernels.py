@@ -19,7 +19,7 @@ from torch import fx
 
 from ssd_fx.compat import inductor_config as config
 from ssd_fx.passes.cost.fusion import Loop, Space, fuse
-from ssd_fx.passes.cost.operators import HEAVY, LOOPS, REDUCTIONS, addmm, hint, is_extern, is_inlined, operator_of
+from ssd_fx.passes.cost.operators import HEAVY, LOOPS, REDUCTIONS, addmm, has_complex, hint, is_extern, is_inlined, operator_of
 from ssd_fx.passes.cost.sums import running_sums
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_key, tensor_of, tensors_of
 
@@ -107,11 +107,13 @@ class Kernels:
 
     def functions(self) -> dict[int, tuple[int, int]]:
         """By where a kernel runs, where the first and the last kernel of its C++ function do: on the CPU all loops
-        between two library calls are one. Nodes of ours may cut it, which is not known yet."""
+        between two library calls are one. Views of complex numbers are such calls. Nodes of ours may cut it, which is
+        not known yet."""
         found, run = dict[int, tuple[int, int]](), list[int]()
         devices = {i: tensors_of(self.nodes[i])[0].device.type for i in self.kernel}
         alone = {self.at[i] for i in self.kernel if i in self.calls or devices[i] != "cpu"}
-        for place in sorted({self.at[i] for i in self.kernel}):
+        alone |= {self.at[i] for i, node in enumerate(self.nodes) if self.view[i] and has_complex(node)}
+        for place in sorted(alone | {self.at[i] for i in self.kernel}):
             run = [] if place in alone else [*run, place]
             found |= dict.fromkeys(run, (run[0], place)) if run else {}
         return found

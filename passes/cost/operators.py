@@ -3,6 +3,7 @@
 add, gelu, cat       inside whatever reads them, unless that would be too much to do twice
 sum, amax, random    a loop of its own, which others may join
 mm, cumsum, sort     a call, which reads and writes buffers; mm takes the addition behind it along
+any of them, complex a call: Inductor has no code for complex numbers
 """
 
 from __future__ import annotations
@@ -67,9 +68,14 @@ def is_attention(target: object) -> bool:
     return own and any(name in str(target) for name in _ATTENTION)
 
 
+def has_complex(node: fx.Node) -> bool:
+    """Whether complex numbers go in or come out (`fallback_node_due_to_unsupported_type`, torch 2.13)."""
+    return any(t.dtype.is_complex for n in (node, *node.all_input_nodes) for t in tensors_of(n))
+
+
 def is_inlined(node: fx.Node) -> bool:
     """Whether Inductor can compute the node inside a kernel that reads it."""
-    return _is_inlined(node.target)
+    return _is_inlined(node.target) and not has_complex(node)
 
 
 @functools.cache
@@ -82,7 +88,7 @@ def is_extern(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if isinstance(node.target, OpOverload):
-        return _is_extern(node.target)
+        return _is_extern(node.target) or has_complex(node)
     if not isinstance(called(node)[0], OpOverload):
         return node.target is not operator.getitem and bool(tensors_of(node))
     return has_flops(node) or operator_of(node) not in LOOPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -21,6 +22,10 @@ _PRODUCTS: dict[object, tuple[str, str]] = {
     aten.bmm: ("self", "mat2"),
     aten.baddbmm: ("batch1", "batch2"),
 }
+# Operators on elements that copy, whatever the dtypes; that read a condition; whose result is complex at first.
+_COPIES = (aten.clone, torch.ops.prims.convert_element_type)
+_WITH_CONDITION = (aten.where, aten.masked_fill)
+_COMPLEX_FIRST = (aten.abs, aten.angle)
 ROWS = 128  # to a multiple of which flash attention rounds up the rows of a sequence
 # Of the blocks in which oneDNN multiplies matrices of bfloat16: the most rows, products that are summed up, and columns
 # of sums; the columns that it reads at once, and a line of the cache, in elements.
@@ -38,10 +43,31 @@ def workspace_bytes(node: fx.Node) -> int:
         return _product(node)
     if operator_of(node) in (aten.convolution, aten.convolution_backward):
         return _convolution(node)
+    if torch.Tag.pointwise in called(node)[0].tags:
+        return _elements(node)
     heads_first = operator_of(node) is aten._scaled_dot_product_flash_attention_backward
     if heads_first or operator_of(node) is aten._flash_attention_backward:
         return _flash_backward(node, heads_first=heads_first)
     return 0
+
+
+def _elements(node: fx.Node) -> int:
+    """Of an operator on elements, which is a call where numbers are complex: copies of what is not of the dtype that it
+    computes in. `abs` and `angle` have a complex result before the real one.
+
+    (`compute_types` in TensorIterator.cpp, `unary_op_impl_with_complex_to_float_out` in UnaryOps.cpp, PyTorch 2.13.)
+    What is lazily conjugated has been copied in the graph.
+    """
+    operator, inputs = operator_of(node), [t for t in map(tensor_of, node.all_input_nodes) if t is not None]
+    if operator in _WITH_CONDITION:
+        inputs = [tensor for tensor in inputs if tensor.dtype != torch.bool]
+    if not inputs or operator in _COPIES:
+        return 0
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in inputs))
+    copied = [tensor for tensor in inputs if tensor.dtype != dtype and tensor.device.type == "cpu"]
+    if operator in _COMPLEX_FIRST and dtype.is_complex:
+        copied += inputs
+    return sum(int(hint(tensor.numel())) for tensor in copied) * dtype.itemsize
 
 
 def _product(node: fx.Node) -> int:

@@ -420,3 +420,23 @@ def test_all_loops_between_two_calls_have_their_buffers_together() -> None:
         line for line in lower_alone(function, ROWS, SQUARE).code.splitlines() if line.strip().startswith("cpp_fused")
     ]
     assert len([line for line in calls if "(" in line and "=" not in line]) == 1
+
+
+def test_operators_on_complex_numbers_are_calls_and_so_are_their_views() -> None:
+    """sin -> view_as_complex -> mul -> add -> view_as_real -> cos: mul would be computed within add, and all of them in
+    one C++ function, if the numbers were real."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        z = torch.view_as_complex(x.sin())
+        return torch.view_as_real(z * 2 + z).cos() @ w
+
+    given = torch.randn(8, 32, 2), torch.randn(2, 32)
+    graph = make_fx(function, tracing_mode="fake")(*given).graph
+    kernels, at = Kernels(graph), {n.name: i for i, n in enumerate(graph.nodes)}
+    assert {at["mul"], at["add"]} <= kernels.calls
+    assert kernels.functions() == {at[name]: (at[name], at[name]) for name in ("sin", "cos")}
+    assert {"mul": ("mul", "add"), "add": ("add", "cos")}.items() <= alive(function, *given).items()
+    code = lower_alone(lambda x, w: (function(x, w),), *given).code
+    calls = ("cpp_fused_0(x", "view_as_complex.default(", "mul.Tensor(", "add.Tensor(", "cpp_fused_1(buf")
+    places = [code.index(call) for call in calls]
+    assert places == sorted(places)

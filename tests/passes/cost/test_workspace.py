@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -144,6 +144,32 @@ def test_batches_of_bfloat16_are_copied_if_apart() -> None:
     other = torch.empty(16, 512, 256, dtype=torch.bfloat16)
     apart, behind = (of(product(aten.bmm.default, each, other)) for each in (heads, heads.contiguous()))
     assert apart - behind == (4 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 0)
+
+
+Z, REAL = torch.empty(512, 1024, dtype=torch.complex64), torch.empty(512, 1024)
+
+
+@pytest.mark.parametrize(
+    ("function", "taken"),
+    [
+        (lambda z, x: z / z, 0),
+        (lambda z, x: z / x, 4),
+        (lambda z, x: z * x[:1, :1].expand(512, 1024), 4),
+        (lambda z, x: z * (x > 0), 4),
+        (lambda z, x: torch.where(x > 0, z, 0), 0),
+        (lambda z, x: torch.where(x > 0, 1j, 2j), 0),
+        (lambda z, x: z.conj() * z, 0),
+        (lambda z, x: z.abs(), 4),
+        (lambda z, x: torch.complex(x, x), 0),
+    ],
+)
+def test_operators_on_complex_numbers_copy_real_ones(
+    function: Callable[[Tensor, Tensor], Tensor], taken: int
+) -> None:
+    """The MiB are those that a counter of allocations saw beside the result."""
+    graph = make_fx(function, tracing_mode="fake")(Z, REAL).graph
+    call = graph.output_node().all_input_nodes[0]
+    assert workspace_bytes(call) == taken * MIB
 
 
 def test_the_copy_is_there_when_the_addition_is_computed_that_the_product_becomes() -> None:
