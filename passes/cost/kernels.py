@@ -19,9 +19,19 @@ from torch import fx
 
 from ssd_fx.compat import inductor_config as config
 from ssd_fx.passes.cost.fusion import Loop, Space, fuse
-from ssd_fx.passes.cost.operators import HEAVY, LOOPS, REDUCTIONS, addmm, has_complex, hint, is_extern, is_inlined, operator_of
+from ssd_fx.passes.cost.operators import (
+    HEAVY,
+    LOOPS,
+    REDUCTIONS,
+    addmm,
+    has_complex,
+    hint,
+    is_extern,
+    is_inlined,
+    operator_of,
+)
 from ssd_fx.passes.cost.sums import running_sums
-from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_key, tensor_of, tensors_of
+from ssd_fx.passes.partition import RECOMPUTED, Partition, arguments_of, storage_key, tensor_of, tensors_of
 
 aten = torch.ops.aten
 
@@ -84,6 +94,7 @@ class Kernels:
         self.kernel = {i: fused.of(i) for i in loops}
         self.sums = {i for i, loop in loops.items() if loop.space is not None and loop.space.reduces}
         self.reducing = {self.kernel[i] for i in self.sums}
+        self._images = {self.index[n] for n in _images(self.nodes)}
         self._in_order: dict[int, set[int]] = {}
         self.at = list(range(len(self.nodes)))
         for i, place in fused.places().items():
@@ -173,18 +184,26 @@ class Kernels:
 
     def _laid_out(self, i: int) -> tuple[list[float], list[float]]:
         """Sizes and strides of a node's tensor. Inductor makes contiguous what a loop writes and a library call reads
-        through a view, but for what is returned, and what a product reads with others (`convert_to_reinterpret_view`,
-        and `need_fixed_layout` in its graph.py, torch 2.13)."""
+        through a view, and an image if a view has other sizes, but for what is returned, and what a product reads with
+        others (`convert_to_reinterpret_view` and `View.create` in its ir.py, `need_fixed_layout` in its graph.py,
+        torch 2.13)."""
         node = self.nodes[i]
         tensor = tensor_of(node)
         assert tensor is not None
         size, stride = _hints(tensor)
-        if not self.computes[i] or i in self.calls or not self._is_viewed_by_call(node):
+        is_image = i in self._images
+        if is_image:
+            stride = [math.prod(size[1:]), 1.0, size[3] * size[1], size[1]]
+        is_remade = self._is_reshaped(node) if is_image else self._is_viewed_by_call(node)
+        if not self.computes[i] or i in self.calls or not is_remade:
             return size, stride
         fixed = (aten.mm.default, aten.convolution_backward.default)
         if any(n.op == "output" or (len(node.users) > 1 and n.target in fixed) for n in node.users):
             return size, stride
         return size, [math.prod(size[d + 1 :]) for d in range(len(size))]
+
+    def _is_reshaped(self, node: fx.Node) -> bool:
+        return any(operator_of(user) is aten.view and _size(user) != _size(node) for user in node.users)
 
     def _is_viewed_by_call(self, node: fx.Node) -> bool:
         views = [user for user in node.users if self.view[self.index[user]]]
@@ -283,6 +302,45 @@ class Kernels:
 def both_kernels(partition: Partition) -> tuple[Kernels, Kernels]:
     """Those of the forward and of the backward; for `Partition.once`."""
     return Kernels(partition.forward.graph), Kernels(partition.backward.graph)
+
+
+def _images(nodes: list[fx.Node]) -> set[fx.Node]:
+    """What lies with its channels last in a backward, though the graph has other strides: what convolutions read and
+    write, if a weight lies so, and what is computed of it or with it, element by element (`get_fill_order` in
+    Inductor's ir.py, torch 2.13)."""
+    beside: dict[fx.Node, list[fx.Node]] = {}  # nodes that lie in one order
+    found: set[fx.Node] = set()
+    work: list[fx.Node] = []
+    for node in nodes:
+        alike: list[fx.Node] = []
+        if node.target is aten.convolution_backward.default:
+            result, image, weight = (arguments_of(node)[name] for name in ("grad_output", "input", "weight"))
+            alike = [result, image, *(user for user in node.users if user.args[1] == 0)]
+            alike = [n for n in alike if len(_size(n)) == 4]
+            work += alike if _is_turned(weight) else ()
+        elif torch.Tag.pointwise in getattr(node.target, "tags", ()) and len(size := _size(node)) == 4:
+            alike = [node, *(n for n in node.all_input_nodes if _size(n) == size)]
+        for one in alike:
+            beside.setdefault(one, []).extend(alike)
+    while work:
+        node = work.pop()
+        if node not in found:
+            found.add(node)
+            work += beside[node]
+    return found
+
+
+def _is_turned(weight: fx.Node) -> bool:
+    """Whether the weight of a convolution has its channels last, and no other order besides."""
+    tensor = tensor_of(weight)
+    assert tensor is not None
+    size, stride = _hints(tensor)
+    return len(size) == 4 and size[1] > 1 and math.prod(size[2:]) > 1 and stride[1] == 1
+
+
+def _size(node: fx.Node) -> list[float]:
+    tensor = tensor_of(node)
+    return [] if tensor is None else _hints(tensor)[0]
 
 
 def _sizes(node: fx.Node) -> dict[int, tuple[int, int]]:

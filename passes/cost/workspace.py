@@ -37,13 +37,14 @@ UNPACKED = 16**3  # so many multiplications are left to a loop (`mkldnn_gemm` in
 
 def workspace_bytes(node: fx.Node) -> int:
     """Of one call, as far as it is known: what it has beside its inputs and results while it runs."""
-    if not isinstance(called(node)[0], OpOverload):
+    target = called(node)[0]
+    if not isinstance(target, OpOverload):
         return 0
     if operator_of(node) in _PRODUCTS:
         return _product(node)
     if operator_of(node) in (aten.convolution, aten.convolution_backward):
         return _convolution(node)
-    if torch.Tag.pointwise in called(node)[0].tags:
+    if torch.Tag.pointwise in target.tags:
         return _elements(node)
     heads_first = operator_of(node) is aten._scaled_dot_product_flash_attention_backward
     if heads_first or operator_of(node) is aten._flash_attention_backward:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 import torch
+from torch import fx
 from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -56,12 +57,15 @@ def test_what_only_its_own_kernel_reads_is_no_memory() -> None:
 
 def overwritten(function: Callable[..., object], *args: torch.Tensor) -> dict[str, str]:
     """What is predicted to be written over a dying buffer, which is as much as Inductor's code has."""
-    graph = make_fx(function, tracing_mode="fake")(*args).graph
-    found = buffers(Kernels(graph)).in_place
-    names = {storage_of(n): n.name for n in reversed(list(graph.nodes)) if n.op == "call_function"}
+    found = overwriting(make_fx(function, tracing_mode="fake")(*args).graph)
     with config.patch(allow_buffer_reuse=False):  # as our graphs have it
         assert lower_alone(function, *args).code.count("# reuse") == len(found)
-    return {names[made]: names[dead] for made, dead in found.items()}
+    return found
+
+
+def overwriting(graph: fx.Graph) -> dict[str, str]:
+    names = {storage_of(n): n.name for n in reversed(list(graph.nodes)) if n.op == "call_function"}
+    return {names[made]: names[dead] for made, dead in buffers(Kernels(graph)).in_place.items()}
 
 
 ROWS, SQUARE = torch.randn(64, 32), torch.randn(32, 32)
@@ -440,3 +444,24 @@ def test_operators_on_complex_numbers_are_calls_and_so_are_their_views() -> None
     calls = ("cpp_fused_0(x", "view_as_complex.default(", "mul.Tensor(", "add.Tensor(", "cpp_fused_1(buf")
     places = [code.index(call) for call in calls]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("reshaped", [True, False])
+def test_an_image_that_a_view_reshapes_is_contiguous_and_others_have_their_channels_last(reshaped: bool) -> None:
+    """convolution_backward -> mul -> sum: the gradient has its channels last, since the weight was turned behind
+    tracing. A view makes the product contiguous, so it is not written over the gradient. This is the backward of a
+    group norm behind a convolution."""
+
+    def function(dy: torch.Tensor, image: torch.Tensor, weight: torch.Tensor) -> object:
+        rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, False, False])
+        gradient = torch.ops.aten.convolution_backward(dy, image, weight, None, *rest)[0]
+        product = gradient * image.sigmoid()
+        total = product.view(2, 8, 16).sum(2) if reshaped else product.sum((2, 3))
+        return total, (product * 2).sum(0)
+
+    images, weight = [torch.randn(2, 8, 4, 4) for _ in range(2)], torch.randn(8, 8, 3, 3)
+    traced = make_fx(function, tracing_mode="fake")(*images, weight)
+    turned = weight.to(memory_format=torch.channels_last)
+    assert overwriting(traced.graph) == {"mul": "getitem"}
+    next(n for n in traced.graph.nodes if n.name.startswith("weight")).meta["val"] = turned
+    assert overwriting(traced.graph) == ({} if reshaped else {"mul": "getitem"})

@@ -163,9 +163,7 @@ Z, REAL = torch.empty(512, 1024, dtype=torch.complex64), torch.empty(512, 1024)
         (lambda z, x: torch.complex(x, x), 0),
     ],
 )
-def test_operators_on_complex_numbers_copy_real_ones(
-    function: Callable[[Tensor, Tensor], Tensor], taken: int
-) -> None:
+def test_operators_on_complex_numbers_copy_real_ones(function: Callable[[Tensor, Tensor], Tensor], taken: int) -> None:
     """The MiB are those that a counter of allocations saw beside the result."""
     graph = make_fx(function, tracing_mode="fake")(Z, REAL).graph
     call = graph.output_node().all_input_nodes[0]
