@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.exc import ShortenTraceback
 
 import ssd_fx
+from ssd_fx.passes import pipeline
+from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.user_errors import user_errors
 from ssd_fx.runtime.native import loader
 
@@ -41,6 +45,20 @@ def test_unknown_option() -> None:
 def test_budget_that_does_not_parse() -> None:
     with pytest.raises(ValueError, match="budget='lots' is not a budget; right would be"):
         compile_with(budget="lots")
+
+
+def test_python_collects_as_before_behind_a_compilation_that_fails() -> None:
+    """While a graph is partitioned it rarely looks through all objects."""
+    before, within = gc.get_threshold(), []
+
+    def fails(*_: object) -> None:
+        within.append(gc.get_threshold())
+        raise BudgetError(1, 2)
+
+    with mock.patch.object(pipeline, "decide_joint", fails), pytest.raises(ValueError, match="cannot be met"):
+        compile_with(inner="aot_eager")
+    assert within == [(*before[:2], 30 * before[2])]
+    assert gc.get_threshold() == before
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
