@@ -149,11 +149,11 @@ class AliasGroup:
 
 def is_channels_last(size: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the channels of each pixel follow each other for certain; asking adds no guard."""
-    steps = zip(size, stride, last(size), strict=True)
+    steps = zip(size, stride, channels_last_strides(size), strict=True)
     return all(statically_known_true(sym_eq(a, b)) or statically_known_true(n == 1) for n, a, b in steps)
 
 
-def last(size: Sequence[int]) -> tuple[int, ...]:
+def channels_last_strides(size: Sequence[int]) -> tuple[int, ...]:
     """The strides of images in which the channels of each pixel follow each other."""
     _, channels, rows, columns = size
     return (math.prod((channels, rows, columns)), 1, columns * channels, channels)

@@ -60,7 +60,8 @@ def rare_collections() -> Iterator[None]:
     """Within, Python looks for garbage among all of its objects thirty times as rarely.
 
     A process with torch has a million of them, and a partition makes as many. Most of these live to its end, so to look
-    through them is in vain. It took a fifth of the time for a model of 48 layers (benchmarks/compile_time.py).
+    through them is in vain (docs/results/measurements.md, "Partition and planning beside the whole compilation"). The
+    setting is the process's: Dynamo compiles in one thread at a time.
     """
     young, middle, all_objects = gc.get_threshold()
     gc.set_threshold(young, middle, 30 * all_objects)

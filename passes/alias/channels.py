@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from ssd_fx.compat import OpOverload
 from ssd_fx.passes.alias.packing import is_dense
-from ssd_fx.passes.groups import AliasGroup, Layout, is_channels_last, last
+from ssd_fx.passes.groups import AliasGroup, Layout, channels_last_strides, is_channels_last
 from ssd_fx.passes.joint.conv_operands import lays_out
 from ssd_fx.passes.partition import Partition, calls_ours, nodes_by_storage, storage_of, tensor_of, tensors_of
 from ssd_fx.passes.plan import Plan
@@ -72,7 +72,7 @@ def lay_out(partition: Partition, plan: Plan) -> Plan:
         seen = (*same[key], *(received[m.name] for m in group.members))
         if base.op == "placeholder" or not in_place.isdisjoint(seen) or not all(map(_is_safe, _readers(seen))):
             return group
-        layout = replace(group.stored, stride=last(group.stored.size))
+        layout = replace(group.stored, stride=channels_last_strides(group.stored.size))
         return replace(group, layout=layout, members=tuple(replace(m, layout=layout) for m in group.members))
 
     return plan.with_(groups=tuple(map(laid_out, plan.groups)))

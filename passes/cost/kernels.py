@@ -31,6 +31,7 @@ from ssd_fx.passes.cost.operators import (
     operator_of,
 )
 from ssd_fx.passes.cost.sums import running_sums
+from ssd_fx.passes.groups import channels_last_strides
 from ssd_fx.passes.partition import RECOMPUTED, Partition, arguments_of, storage_key, tensor_of, tensors_of
 
 aten = torch.ops.aten
@@ -193,7 +194,7 @@ class Kernels:
         size, stride = _hints(tensor)
         is_image = i in self._images
         if is_image:
-            stride = [math.prod(size[1:]), 1.0, size[3] * size[1], size[1]]
+            stride = [float(step) for step in channels_last_strides([int(n) for n in size])]
         is_remade = self._is_reshaped(node) if is_image else self._is_viewed_by_call(node)
         if not self.computes[i] or i in self.calls or not is_remade:
             return size, stride
@@ -203,6 +204,7 @@ class Kernels:
         return size, [math.prod(size[d + 1 :]) for d in range(len(size))]
 
     def _is_reshaped(self, node: fx.Node) -> bool:
+        """Whether a view has other sizes than the node."""
         return any(operator_of(user) is aten.view and _size(user) != _size(node) for user in node.users)
 
     def _is_viewed_by_call(self, node: fx.Node) -> bool:

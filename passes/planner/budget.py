@@ -148,17 +148,17 @@ class _Solver:
         several searches, so it comes last.
         """
 
+        def at(share: int) -> Limits:
+            return limits(self.step, share / SHARES, whole=self.whole, waits=False)
+
         @functools.cache
         def searched(share: int) -> Solved:
-            if not share:
-                return self.lowest(waits=False)
-            return self.solved(limits(self.step, share / SHARES, whole=self.whole, waits=False))
+            return self.solved(at(share)) if share else self.lowest(waits=False)
 
         allowed_s = (1 + slowdown + TOLERANCE) * searched(SHARES)[0].seconds
 
         def is_cheap(share: int) -> bool:
-            at = limits(self.step, share / SHARES, whole=self.whole, waits=False)
-            if share and lower_bound(self.step, self.machine, at.memory, at.kept) > allowed_s:
+            if share and lower_bound(self.step, self.machine, at(share).memory, at(share).kept) > allowed_s:
                 return False
             try:
                 return searched(share)[0].seconds <= allowed_s

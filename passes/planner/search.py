@@ -31,6 +31,7 @@ ENOUGH = 2e-3  # the share of a step that is not searched for: the bound on all 
 EXHAUSTIVE = 1024  # up to so many choices are all tried
 FEW = 2  # placements that are not better, before other items are looked for to recompute
 MANY = 8  # the same, when no others are left to look for
+LOOK = 8  # the effort that it takes to look at a change before it is placed
 NEAR = 8  # so many of the dearest that are recomputed are exchanged for as many of the cheapest that are not
 STRIDES = (1, 2, 3, 4, 8)  # checkpoints at every boundary between layers, at every second one, and so on
 
@@ -341,7 +342,7 @@ class Search(Trials):
         unchanged, all_unchanged = 0, math.comb(len(changed), together)
         for items in itertools.cycle(itertools.combinations(changed, together)):
             unchanged += 1
-            self.left -= 8  # what it takes to look at them
+            self.left -= LOOK
             for neighbour in self._changed(choices, items):
                 found = self._gaining(neighbour)
                 if found is not None and better(found, now):
@@ -365,7 +366,7 @@ class Search(Trials):
         for one, other in itertools.chain(itertools.combinations(exchanges, 2), itertools.product(exchanges, singles)):
             if self.left <= 0:
                 return
-            self.left -= 8  # what it takes to look at them
+            self.left -= LOOK
             if one.keys().isdisjoint(other):
                 self._gaining(tuple((one | other).get(i, c) for i, c in enumerate(choices)))
 

@@ -120,18 +120,24 @@ class Estimate:
         With `memory` the fastest that fits. Without, "auto", or else the budget with the lowest peak. A rival instead,
         if it takes and needs hardly more. In any case what is better than that.
         """
-        first = _fastest(filter(self.fits, self.rows))
+        first = self._fastest_that_fits
         if self.memory is None:
-            first = min(self.predictions, key=lambda row: (row.budget != _AUTO, row.peak_bytes))
+            lowest = min(self.predictions, key=lambda row: (row.budget != _AUTO, row.peak_bytes))
+            first = self._best_from(lowest)
         if first is None:
             return None
-        first = self._best_from(first)
         if not first.written_bytes:
             return first
         peak = (1 + _WORTH) * first.peak_bytes
         near = [row for row in self.rivals if row.step_s <= (1 + _WORTH) * first.step_s]
         fitting = [row for row in near if (row.peak_bytes <= peak if self.memory is None else self.fits(row))]
         return self._best_from(_fastest(fitting) or first)
+
+    @property
+    def _fastest_that_fits(self) -> Prediction | None:
+        """Of all rows, or what is better than it; None if none fits."""
+        found = _fastest(filter(self.fits, self.rows))
+        return found and self._best_from(found)
 
     def _best_from(self, row: Prediction) -> Prediction:
         """`row`, or what is better than it, which needs no more memory. It ends, for peak and bytes only fall."""
@@ -184,8 +190,7 @@ class Estimate:
     def _cells(self, row: Prediction) -> tuple[str, ...]:
         life, better = self.life_s(row), self.better(row)
         fits = "" if self.memory is None else "fits" if self.fits(row) else "too large"
-        fastest = _fastest(filter(self.fits, self.rows))
-        if fits and fastest is not None and row is self._best_from(fastest):
+        if fits and row is self._fastest_that_fits:
             fits = "fastest that fits"
         return (
             row.name,
