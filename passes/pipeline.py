@@ -159,7 +159,7 @@ def finish(partition: Partition, stages: Stages = _UNSEEN) -> None:
 
 def _before_patterns(graph: fx.Graph) -> None:
     from ssd_fx.passes.lowering.sums import write_running_sums
-    from ssd_fx.passes.lowering.weights import as_they_are
+    from ssd_fx.passes.lowering.conv_operands import as_they_are
 
     write_running_sums(graph)
     as_they_are(graph)

@@ -17,6 +17,7 @@ computed again there is saved in the next proposal.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +31,7 @@ from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Limits, Plan, Recompute, replay_of
 from ssd_fx.passes.planner.budget import AUTO, SHARES, Budget
 from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE
-from ssd_fx.passes.planner.select import over
+from ssd_fx.passes.planner.select import over, with_nodes
 from ssd_fx.passes.planner.solve import BudgetError
 
 ROUNDS = 4  # proposals; each takes a short search, and a partition by PyTorch
@@ -75,14 +76,15 @@ def decide_for_all(
     asked = [replace(options, budget=0.0 if isinstance(budget, Limits) else budget) for budget in budgets]
     if not _may_cut_again(joint, options):
         pairs = zip(asked, budgets, strict=True)
-        return [(own.partition, decide(own.partition, o, budget=b, analysed=own.plan)) for o, b in pairs]
+        plans = [decide(own.partition, o, budget=b, analysed=own.plan) for o, b in pairs]
+        return [(own.partition, with_nodes(own.partition, plan)) for plan in plans]
     proposals = Proposals(joint, own, options)
     first = [proposals.propose(o, b) for o, b in zip(asked, budgets, strict=True)]
     found: dict[int, Candidate] = {}
     for i in sorted(range(len(asked)), key=lambda i: first[i].limits.memory):  # the tightest first
         found[i] = proposals.best(asked[i], budgets[i], first[i])
         proposals.found.append(found[i])
-    return [(found[i].partition, found[i].plan) for i in range(len(asked))]
+    return [(found[i].partition, with_nodes(found[i].partition, found[i].plan)) for i in range(len(asked))]
 
 
 def decide_with_room(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Partition, Plan]:
@@ -202,8 +204,18 @@ class Proposals:
         """Whether a proposal is for a better step than all that were found, by a share `gain`."""
         return _gains(proposal, best_within(self.found, limits), gain)
 
+    def _may_gain(self, base: Candidate, limits: Limits) -> bool:
+        """Whether a proposal from `base` may be better than what was found: none is faster than `base` computes."""
+        best = best_within(self.found, limits)
+        if best is None or best.replay.written or base.plan.node_ms is None:
+            return True
+        compute_s = math.fsum(starts[-1] for starts in base.plan.node_ms) / 1e3
+        return compute_s < (1 - EQUAL) * best.replay.seconds
+
     def _begin(self, options: PlanOptions, limits: Limits, base: Candidate, first: Candidate | None) -> None:
         """Look for partitions within limits from `base` on, if its proposal is better than all that were found."""
+        if not self._may_gain(base, limits):
+            return
         with suppress(BudgetError):
             proposal = self.propose(options, limits, base=base)
             if self._is_better(proposal, limits):

@@ -6,10 +6,12 @@ What is predicted here decides only where memory is thought to be short.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ssd_fx.passes.cost.kernels import Kernels, both_kernels, is_on_cpu
+from ssd_fx.passes.cost.strides import Strides
 from ssd_fx.passes.cost.workspace import workspace_bytes
 from ssd_fx.passes.partition import Partition, storage_key, tensors_of
 
@@ -62,6 +64,13 @@ class Buffers:
             change[at + 1] -= nbytes
         return list(itertools.accumulate(change))[:count]
 
+    def cut(self, before: Sequence[int]) -> Buffers:
+        """With C++ functions that end where a call stands before any of these nodes, which are in order."""
+        functions: dict[tuple[int, int], list[int]] = {}  # the places of each
+        for place, (first, _) in sorted(self.functions.items()):
+            functions.setdefault((first, bisect_right(before, place)), []).append(place)
+        return replace(self, functions={at: (run[0], run[-1]) for run in functions.values() for at in run})
+
 
 def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
     """Predict the buffers of a graph. Inputs named in `donated` may be written over when they die."""
@@ -80,15 +89,16 @@ def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
     nbytes = {key: kernels.storages[i][key] for key, i in kernels.maker.items()}
     output = kernels.nodes[-1].all_input_nodes
     held = frozenset(key for n in output for key in kernels.storages[kernels.index[n]] if key in first)
-    nbytes |= dict.fromkeys(_in_registers(kernels, readers) - held, 0)
+    strides = Strides(kernels)
+    nbytes |= dict.fromkeys(_in_registers(kernels, strides, readers) - held, 0)
     ends = {key: {k for k in readers[key] if kernels.at[k] == last[key]} for key in first.keys() - held}
-    in_place = _in_place(kernels, ends, nbytes, donated)
+    in_place = _in_place(kernels, strides, ends, nbytes, donated)
     calls = {i: workspace_bytes(kernels.nodes[i]) for i in kernels.calls}
     within = {max(kernels.at[k] for k in kernels.inside[i]): taken for i, taken in calls.items() if taken}
     return Buffers(first, last, read_first, read_last, nbytes, held, in_place, kernels.functions(), within)
 
 
-def _in_registers(kernels: Kernels, readers: Mapping[int, set[int]]) -> frozenset[int]:
+def _in_registers(kernels: Kernels, strides: Strides, readers: Mapping[int, set[int]]) -> frozenset[int]:
     """What a loop writes, and only loops of the same kernel read: the kernel keeps it in registers.
 
     A kernel with a reduction may go over its elements twice. What it writes between is memory then, but on the CPU a
@@ -105,7 +115,7 @@ def _in_registers(kernels: Kernels, readers: Mapping[int, set[int]]) -> frozense
         if kernel not in kernels.reducing:
             return True
         by_rows = maker not in kernels.sums and is_on_cpu(kernels.nodes[maker])
-        return by_rows and all(key in kernels.read_in_order(k) for k in readers[key] - {maker})
+        return by_rows and all(key in strides.read_in_order(k) for k in readers[key] - {maker})
 
     return frozenset(filter(is_own, readers))
 
@@ -125,12 +135,16 @@ def _reads(kernels: Kernels) -> Iterable[tuple[int, int]]:
         own = kernels.storages[reader] if kernels.view[reader] else {}
         for source in node.all_input_nodes:
             for key in kernels.storages[kernels.index[source]]:
-                if key in kernels.maker and key not in own:
+                if kernels.is_read(key, reader) and key not in own:
                     yield reader, key
 
 
 def _in_place(
-    kernels: Kernels, ends: Mapping[int, set[int]], nbytes: Mapping[int, int], donated: Collection[str]
+    kernels: Kernels,
+    strides: Strides,
+    ends: Mapping[int, set[int]],
+    nbytes: Mapping[int, int],
+    donated: Collection[str],
 ) -> dict[int, int]:
     """What a loop writes over an input of the same size and dtype that dies there, and that it reads in the order of
     what it writes. Other loops of the same kernel may read that too, if the loop reads what they make of it.
@@ -146,7 +160,7 @@ def _in_place(
         if kernels.nodes[i].op == "placeholder" and kernels.nodes[i].name not in donated:
             continue
         readers = ends.get(key, set()) - {i}
-        if not readers or not all(key in kernels.read_in_order(k) for k in readers):
+        if not readers or not all(key in strides.read_in_order(k) for k in readers):
             continue
         for reader in readers & makers.keys():
             alike = (k for k in makers[reader] if k not in taken and _are_alike(kernels, key, k, nbytes))

@@ -31,8 +31,7 @@ from ssd_fx.passes.cost.operators import (
     operator_of,
 )
 from ssd_fx.passes.cost.sums import running_sums
-from ssd_fx.passes.groups import channels_last_strides
-from ssd_fx.passes.partition import RECOMPUTED, Partition, arguments_of, storage_key, tensor_of, tensors_of
+from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_key, tensor_of, tensors_of
 
 aten = torch.ops.aten
 
@@ -65,6 +64,7 @@ class Kernels:
     `storages`: those of a node's outputs, with their bytes. `computes`: whether a kernel makes them; a view has none.
     `calls`: the nodes that are library calls. `inside`: the loops and calls that compute a node, each named by the node
     whose result it writes to memory. That is the node itself, or its readers, if it is cheap to do again in each.
+    `early`: of what is written for a later reader, those that compute it themselves all the same.
     `maker`: who writes a storage; inputs are their own. `reads`: what a node reads of those, with the bytes.
     `kernel`: equal for loops that are fused. `reducing`: the kernels with a reduction. `at`: where a loop runs.
     `sums`: the loops that are a reduction.
@@ -85,6 +85,7 @@ class Kernels:
         self._running = running_sums(self.nodes)
         mms = {i: self.index[mm] for i, n in enumerate(self.nodes) if (mm := addmm(n, n in self._running)) is not None}
         self.calls = {i for i, n in enumerate(self.nodes) if is_extern(n)} | mms.keys()
+        self.early: dict[int, set[int]] = {}
         self.inside = self._inside({mm: add for add, mm in mms.items()})
         makers = [i for i in range(len(self.nodes)) if self._makes(i) and i in self.inside[i]]
         self.maker = {key: i for i in reversed(makers) for key in self.storages[i]}
@@ -95,8 +96,6 @@ class Kernels:
         self.kernel = {i: fused.of(i) for i in loops}
         self.sums = {i for i, loop in loops.items() if loop.space is not None and loop.space.reduces}
         self.reducing = {self.kernel[i] for i in self.sums}
-        self._images = {self.index[n] for n in _images(self.nodes)}
-        self._in_order: dict[int, set[int]] = {}
         self.at = list(range(len(self.nodes)))
         for i, place in fused.places().items():
             self.at[i] = place
@@ -139,79 +138,6 @@ class Kernels:
             work += new
         return seen.issuperset(others)
 
-    def read_in_order(self, i: int) -> set[int]:
-        """The storages whose elements a loop reads in the order in which it writes its result, and in no other.
-
-        A loop that sums up rows reads them row by row.
-        """
-        if i not in self._in_order:
-            self._in_order[i] = self._find_read_in_order(i)
-        return self._in_order[i]
-
-    def _find_read_in_order(self, i: int) -> set[int]:
-        found: dict[bool, set[int]] = {True: set(), False: set()}
-        work = [(i, True)]
-        seen = set(work)
-        while work:
-            k, in_order = work.pop()
-            for source in self.nodes[k].all_input_nodes:
-                straight = in_order and self._is_in_order(source, k, i)
-                at = self.index[source]
-                while self.view[at]:
-                    at = self.index[self.nodes[at].all_input_nodes[0]]
-                if at not in self.inside[at] and i in self.inside[at]:
-                    if (at, straight) not in seen:
-                        seen.add((at, straight))
-                        work.append((at, straight))
-                else:
-                    found[straight].update(self.storages[at])
-        return found[True] - found[False]
-
-    def _is_in_order(self, source: fx.Node, k: int, i: int) -> bool:
-        """Whether node `k`, a part of loop `i`, reads the elements of `source` in the order in which the loop writes
-        its result, or sums up whole rows of it."""
-        given, made, written = tensor_of(source), tensor_of(self.nodes[k]), tensor_of(self.nodes[i])
-        if given is None:
-            return False
-        if operator_of(self.nodes[k]) in REDUCTIONS:
-            return _sums_rows(given, self.nodes[k])
-        if made is None:
-            return False
-        size, stride = self._laid_out(self.index[source])
-        of, steps = _hints(made)
-        if written is not None and _hints(written)[0] == of:
-            steps = self._laid_out(i)[1]
-        return size == of and all(a == b for a, b, n in zip(stride, steps, of, strict=True) if n != 1)
-
-    def _laid_out(self, i: int) -> tuple[list[float], list[float]]:
-        """Sizes and strides of a node's tensor. Inductor makes contiguous what a loop writes and a library call reads
-        through a view, and an image if a view has other sizes, but for what is returned, and what a product reads with
-        others (`convert_to_reinterpret_view` and `View.create` in its ir.py, `need_fixed_layout` in its graph.py,
-        torch 2.13)."""
-        node = self.nodes[i]
-        tensor = tensor_of(node)
-        assert tensor is not None
-        size, stride = _hints(tensor)
-        is_image = i in self._images
-        if is_image:
-            stride = [float(step) for step in channels_last_strides([int(n) for n in size])]
-        is_remade = self._is_reshaped(node) if is_image else self._is_viewed_by_call(node)
-        if not self.computes[i] or i in self.calls or not is_remade:
-            return size, stride
-        fixed = (aten.mm.default, aten.convolution_backward.default)
-        if any(n.op == "output" or (len(node.users) > 1 and n.target in fixed) for n in node.users):
-            return size, stride
-        return size, [math.prod(size[d + 1 :]) for d in range(len(size))]
-
-    def _is_reshaped(self, node: fx.Node) -> bool:
-        """Whether a view has other sizes than the node."""
-        return any(operator_of(user) is aten.view and _size(user) != _size(node) for user in node.users)
-
-    def _is_viewed_by_call(self, node: fx.Node) -> bool:
-        views = [user for user in node.users if self.view[self.index[user]]]
-        readers = (self.index[reader] for view in views for reader in view.users)
-        return any(r in self.calls for r in readers) or any(map(self._is_viewed_by_call, views))
-
     def _makes(self, i: int) -> bool:
         return bool(self.storages[i]) and not self.view[i]
 
@@ -239,11 +165,14 @@ class Kernels:
                 inside[i] = (addmms[i],)
             elif i in inlined:
                 inside[i] = set().union(*(inside[r] for r in self._readers[i]))
+            elif i in self.early:
+                inside[i] = {i}.union(*(inside[r] for r in self.early[i]))
         return inside
 
     def _inlined(self) -> Collection[int]:
         """Which nodes Inductor does not write to memory, but computes inside their readers."""
         inlined: dict[int, _Work] = {}
+        again: dict[int, _Work] = {}  # what early readers compute
         for i, node in enumerate(self.nodes):
             if not self.computes[i] or not is_inlined(node) or i in self.calls:
                 continue
@@ -251,32 +180,47 @@ class Kernels:
             for source in self._sources[i]:
                 if source in inlined:
                     work.add(inlined[source])
+                elif i in self.early.get(source, ()):
+                    work.add(again[source])
                 else:
                     work.reads.add(source)
-            if not self._is_realized(i, work):
+            if self._is_realized(i, work):
+                continue
+            first = min((r for r in self._readers[i] if r in self.calls), default=None)
+            if first is None:
                 inlined[i] = work
+            else:
+                self.early[i] = {r for r in self._readers[i] if r < first}
+                again[i] = work
         return inlined
 
     def _is_realized(self, i: int, work: _Work) -> bool:
-        """Whether Inductor writes a node to memory: running sums, because we tell it to, and by its own rules what a
-        library call or the caller reads, what `as_strided` views (as the scale of a group norm), and what several
-        readers would have to compute again at too great a cost (`should_realize_on_reuse`, and thresholds in its
-        configuration, torch 2.13). It counts operations, of which a node has about two."""
-        readers = self._readers[i]
+        """Whether Inductor writes a node to memory at once: running sums, because we tell it to, and by its own rules
+        what a library call or the caller reads, what `as_strided` views (as the scale of a group norm), and what
+        several readers would have to compute again at too great a cost (`should_realize_on_reuse`, and thresholds in
+        its configuration, torch 2.13). It counts operations, of which a node has about two.
+
+        What a call reads through a view is written when Inductor comes to that call."""
+        node, readers = self.nodes[i], self._readers[i]
         most_reads, most_operations = (12, 25) if is_on_cpu(self.nodes[i]) else (8, 15)
-        is_seen = any(r in self.calls or self.nodes[r].op == "output" for r in readers)
+        is_seen = any(self.nodes[r] in node.users if r in self.calls else self.nodes[r].op == "output" for r in readers)
         is_seen |= i in self._strided or self.nodes[i] in self._running
         if is_seen or len(work.reads) > most_reads:
             return True
         too_long = len(work.reads) > config.realize_reads_threshold or work.operations > most_operations
         return len(readers) > 1 and (too_long or work.heavy)
 
+    def is_read(self, key: int, i: int) -> bool:
+        """Whether a node that has a storage for an input reads it: somebody writes it, and the node does not compute it
+        itself."""
+        return key in self.maker and i not in self.early.get(self.maker[key], ())
+
     def _reads(self, i: int) -> dict[int, int]:
         """What the node itself reads from memory: storages, with the bytes that it reads of each."""
         node, found = self.nodes[i], dict[int, int]()
         for source in node.all_input_nodes:
             for key, (_, seen) in self._sizes[self.index[source]].items():
-                if key in self.maker:
+                if self.is_read(key, i):
                     found[key] = max(found.get(key, 0), seen)
         if operator_of(node) in _LOOKUPS:
             most = max(seen for _, seen in self._sizes[i].values())
@@ -304,45 +248,6 @@ class Kernels:
 def both_kernels(partition: Partition) -> tuple[Kernels, Kernels]:
     """Those of the forward and of the backward; for `Partition.once`."""
     return Kernels(partition.forward.graph), Kernels(partition.backward.graph)
-
-
-def _images(nodes: list[fx.Node]) -> set[fx.Node]:
-    """What lies with its channels last in a backward, though the graph has other strides: what convolutions read and
-    write, if a weight lies so, and what is computed of it or with it, element by element (`get_fill_order` in
-    Inductor's ir.py, torch 2.13)."""
-    beside: dict[fx.Node, list[fx.Node]] = {}  # nodes that lie in one order
-    found: set[fx.Node] = set()
-    work: list[fx.Node] = []
-    for node in nodes:
-        alike: list[fx.Node] = []
-        if node.target is aten.convolution_backward.default:
-            result, image, weight = (arguments_of(node)[name] for name in ("grad_output", "input", "weight"))
-            alike = [result, image, *(user for user in node.users if user.args[1] == 0)]
-            alike = [n for n in alike if len(_size(n)) == 4]
-            work += alike if _is_turned(weight) else ()
-        elif torch.Tag.pointwise in getattr(node.target, "tags", ()) and len(size := _size(node)) == 4:
-            alike = [node, *(n for n in node.all_input_nodes if _size(n) == size)]
-        for one in alike:
-            beside.setdefault(one, []).extend(alike)
-    while work:
-        node = work.pop()
-        if node not in found:
-            found.add(node)
-            work += beside[node]
-    return found
-
-
-def _is_turned(weight: fx.Node) -> bool:
-    """Whether the weight of a convolution has its channels last, and no other order besides."""
-    tensor = tensor_of(weight)
-    assert tensor is not None
-    size, stride = _hints(tensor)
-    return len(size) == 4 and size[1] > 1 and math.prod(size[2:]) > 1 and stride[1] == 1
-
-
-def _size(node: fx.Node) -> list[float]:
-    tensor = tensor_of(node)
-    return [] if tensor is None else _hints(tensor)[0]
 
 
 def _sizes(node: fx.Node) -> dict[int, tuple[int, int]]:
@@ -388,16 +293,6 @@ def _outer(tensor: torch.Tensor, sizes: list[float]) -> int:
     return int(math.prod(size for size, _ in loops[: next(breaks, None)]))
 
 
-def _sums_rows(given: torch.Tensor, node: fx.Node) -> bool:
-    """Whether a reduction is over whole rows of a contiguous tensor."""
-    size, stride = _hints(given)
-    over = node.args[1] if len(node.args) > 1 else None
-    dims = sorted(d % max(given.ndim, 1) for d in over) if isinstance(over, (list, tuple)) else range(given.ndim)
-    rows = [math.prod(size[d + 1 :]) for d in range(given.ndim)]
-    is_contiguous = all(a == b for a, b, n in zip(stride, rows, size, strict=True) if n != 1)
-    return is_contiguous and list(dims) == list(range(given.ndim - len(dims), given.ndim))
-
-
 def _sums_columns(node: fx.Node) -> bool:
     """Whether a reduction is over the rows of a matrix, and these are many for so few columns."""
     given, over = tensor_of(node.all_input_nodes[0]), node.args[1] if len(node.args) > 1 else None
@@ -406,11 +301,6 @@ def _sums_columns(node: fx.Node) -> bool:
     dims = {d % max(given.ndim, 1) for d in over}
     rows = math.prod(hint(given.shape[d]) for d in dims)
     return given.ndim - 1 not in dims and rows >= MANY_ROWS and count(given) / rows <= FEW_COLUMNS
-
-
-def _hints(tensor: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Sizes and strides as numbers: to compare symbolic ones would add guards."""
-    return [hint(n) for n in tensor.shape], [hint(n) for n in tensor.stride()]
 
 
 def is_on_cpu(node: fx.Node) -> bool:

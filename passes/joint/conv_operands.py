@@ -1,12 +1,12 @@
-"""Convolutions' weights are saved themselves, and the backward turns what its convolutions read of inputs.
+"""Weights and images that convolutions read of inputs are saved themselves, and the backward turns them.
 
     Inductor    w_1 = channels last of w; ...; conv(x, w_1); save w_1      a copy of each weight, during the whole step
     this        ...; conv(x, channels last of w); save w                   a copy during the call alone, in the
                 ...; convolution_backward(dy, x, clone(w))                 forward and in the backward
 
 Where Inductor lays convolutions out with their channels last it turns the inputs that they read. What of these is saved
-is turned where the forward begins, and the copy is saved, although the parameter is there anyway. Inductor is told to
-save weights with the strides that they have (`lowering/weights.py`). In the backward the turning is written into the
+is turned where the forward begins, and the copy is saved, although the input is there anyway. Inductor is told to save
+inputs with the strides that they have (`lowering/conv_operands.py`). In the backward the turning is written into the
 graph, which has the strides there that it would have with such copies, and the plan counts it.
 
 Hazard: in the forward no node may yield other strides than before. `as_strided` counts elements by the strides of the

@@ -94,7 +94,7 @@ class _Solver:
     whole: bool
     found: list[Replay] = field(default_factory=list)
 
-    def solved(self, at: Limits, *, quick: bool = True) -> Solved:
+    def solved(self, at: Limits, *, quick: bool = True, enough_s: float = 0.0) -> Solved:
         starts = [earlier.choices for earlier in self.found]
         found = solve(
             self.step,
@@ -105,6 +105,7 @@ class _Solver:
             prefetch=self.prefetch,
             quick=quick,
             starts=starts,
+            enough_s=enough_s,
         )
         self.found.append(found)
         return found, at
@@ -161,7 +162,8 @@ class _Solver:
             if share and lower_bound(self.step, self.machine, at(share).memory, at(share).kept) > allowed_s:
                 return False
             try:
-                return searched(share)[0].seconds <= allowed_s
+                found = self.solved(at(share), enough_s=allowed_s) if share else searched(0)
+                return found[0].seconds <= allowed_s
             except BudgetError:  # tensors wait too long for their writes
                 return False
 

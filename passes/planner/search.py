@@ -53,7 +53,7 @@ class Search(Trials):
         self.allowed = [_allowed(item) for item in step.items]
         self.preferred = [_preferred(item) for item in step.items]
         self.must = least_bytes(step, self.limit, self.share_bytes)
-        self.enough_s = (1 + ENOUGH) * lower_bound(step, self.machine, self.limit, self.share_bytes)
+        self.least_s = (1 + ENOUGH) * lower_bound(step, self.machine, self.limit, self.share_bytes)
 
     @property
     def is_small(self) -> bool:
@@ -125,7 +125,7 @@ class Search(Trials):
 
     def _is_spent(self, left: float) -> bool:
         """Whether nothing is to be gained any more, or no more than the share `left` of the effort is left."""
-        return self.best is not None and (self.left <= left * self.effort or self.is_cheapest())
+        return self.best is not None and (self.left <= left * self.effort or self.is_over())
 
     def _again(self) -> Iterator[list[int]]:
         """Orders of what may be recomputed, cheapest per byte first.
@@ -224,12 +224,15 @@ class Search(Trials):
         self.shortest.clear()
         self.families()
 
-    def is_cheapest(self) -> bool:
-        """Whether no plan can be much better: the best offloads hardly more bytes than must go, and takes hardly
-        longer than the lower bound, or neither stalls nor recomputes where no transfer costs more than recomputing."""
+    def is_over(self) -> bool:
+        """Whether the best is fast enough, or no plan can be much better: it offloads hardly more bytes than must go,
+        and takes hardly longer than the lower bound, or neither stalls nor recomputes where no transfer costs more than
+        recomputing."""
         if self.best is None:
             return False
-        fast = self.best.seconds <= self.enough_s or not (loses_time(self.best) or self._dear_transfers())
+        if self.best.seconds <= self.enough_s:
+            return True
+        fast = self.best.seconds <= self.least_s or not (loses_time(self.best) or self._dear_transfers())
         gone = sum(self.step.nbytes[i] for i, trip in self.best.schedule.items() if trip.tier == "ssd")
         return fast and gone <= 1.01 * max(self.must - self.step.host_budget, 0)
 

@@ -20,7 +20,7 @@ from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.marks import forced, prefers_offload
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition
-from ssd_fx.passes.plan import Decision, Keep, Offload, Plan, Recompute
+from ssd_fx.passes.plan import Decision, Keep, Offload, Plan, Recompute, replay_of
 from ssd_fx.passes.planner.budget import AUTO, Budget, solve_for
 from ssd_fx.passes.planner.off_plan import held_to_its_limit
 from ssd_fx.passes.planner.place import free_bytes
@@ -89,6 +89,19 @@ def select(
         replay=found,
         baseline=replay(step, (Choice.KEEP,) * len(step.items), EMPTY, machine),
     )
+
+
+def with_nodes(partition: Partition, plan: Plan) -> Plan:
+    """The plan with the bytes alive as they are once our nodes stand in the graphs, where they cut C++ functions.
+
+    That is at most as much as without them, which is where the search knows no place of theirs.
+    """
+    found = replay_of(plan)
+    choices = dict.fromkeys(plan.items, frozenset({Choice.KEEP}))
+    choices |= {slot: item.choices for slot, item in zip(found.step.slots, found.step.items, strict=True)}
+    step = replace(found.step, base=model(partition, plan, choices, plan.schedule).base)
+    alive = zip(found.memory, found.step.base, step.base, strict=True)
+    return plan.with_(replay=replace(found, step=step, memory=tuple(m - before + now for m, before, now in alive)))
 
 
 def over(partition: Partition, plan: Plan, limit: float, options: PlanOptions) -> frozenset[str]:

@@ -39,19 +39,21 @@ def solve(
     prefetch: float = math.inf,
     quick: bool = False,
     starts: Iterable[Sequence[Choice]] = (),
+    enough_s: float = 0.0,
 ) -> Replay:
     """The replay of the best choices found, with memory never above `limit` bytes, and at most `share_bytes` kept of
     the items that have a choice. When the backward begins, `stays` bytes of the items are in memory at the most.
 
     `quick`: little more than the families is looked at, unless the step is small.
-    `starts`: choices that are tried too, as those of plans for other limits.
+    `starts`: choices that are tried too, as those of plans for other limits. `enough_s`: the search ends with a step
+    that takes no more seconds.
 
     Raises:
         BudgetError: no choices meet `limit`; the message says the least that can be met.
     """
     if limit < step.floor:
         raise BudgetError(limit, step.floor)
-    search = Search(step, machine, limit, share_bytes, prefetch, stays=stays, quick=quick)
+    search = Search(step, machine, limit, share_bytes, prefetch, stays=stays, quick=quick, enough_s=enough_s)
     plain = None
     if step.host_budget and all(item.tier != "host" for item in step.items):  # never slower than without
         plain = solve(
@@ -62,6 +64,7 @@ def solve(
             stays=stays,
             prefetch=prefetch,
             quick=quick,
+            enough_s=enough_s,
         )
         search.solution(tuple(Choice.OFFLOAD if c is Choice.DEFER else c for c in plain.choices))
     search.families()
@@ -71,9 +74,9 @@ def solve(
         search.wait_for_writes()
     if search.best is None:
         raise BudgetError(limit, step.floor)
-    if not search.is_cheapest():
+    if not search.is_over():
         search.improve(1 / 8 if quick else 1)
-    if not (quick or search.is_cheapest()):
+    if not (quick or search.is_over()):
         search.exchange_hosted()
     found = search.least_written()
     return found if plain is None or better(found, plain) else plain

@@ -19,15 +19,18 @@ from torch import fx
 
 from ssd_fx.passes.axis import Choice, Item, Shared, Step
 from ssd_fx.passes.cost.footprint import Buffers, both_buffers
-from ssd_fx.passes.cost.operators import is_inlined
+from ssd_fx.passes.cost.kernels import both_kernels
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of
 from ssd_fx.passes.plan import Plan
+from ssd_fx.passes.schedule import EMPTY, Schedule
 
 
-def model(partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choice]]) -> Step:
+def model(
+    partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choice]], schedule: Schedule = EMPTY
+) -> Step:
     """The step of a partition. `choices`: what is allowed for every slot of `plan.items`; what may only be kept is no
-    item of the step."""
-    return _Modelling(partition, plan, choices).run()
+    item of the step. `schedule`: nodes of ours, which cut C++ functions; they change nothing but bytes alive."""
+    return _Modelling(partition, plan, choices, schedule).run()
 
 
 @dataclass
@@ -37,6 +40,7 @@ class _Modelling:
     partition: Partition
     plan: Plan
     choices: Mapping[int, frozenset[Choice]]
+    schedule: Schedule = EMPTY
 
     def __post_init__(self) -> None:
         assert self.plan.node_ms is not None
@@ -141,7 +145,9 @@ class _Modelling:
         """Bytes alive during every node of both graphs that are no group's: transients, gradients, outputs, and what
         has an obstacle."""
         forward, backward = self.partition.once(both_buffers)
-        return self._forward_base(forward), self._backward_base(backward)
+        stored = [event.at + 1 for event in self.schedule.forward]
+        loaded = [event.at - self.behind for event in self.schedule.backward]
+        return self._forward_base(forward.cut(stored)), self._backward_base(backward.cut(loaded))
 
     def _forward_base(self, buffers: Buffers) -> list[int]:
         graph = self.partition.forward.graph
@@ -155,15 +161,26 @@ class _Modelling:
         return [held + alive + before for alive, before in zip(made, early, strict=True)]
 
     def _made_early(self, buffers: Buffers) -> list[int]:
-        """Bytes of the groups that a loop makes before their place in the graph, where they can first be stored."""
-        nodes = {n.name: n for n in self.partition.forward.graph.nodes}
-        change = [0] * (len(nodes) + 1)
+        """Bytes of the groups that a loop makes before their place in the graph, where they can first be stored.
+
+        A kernel writes all its results at once, where the first of them can be stored.
+        """
+        kernels, _ = self.partition.once(both_kernels)
+        nodes = {n.name: n for n in kernels.nodes}
+        made: dict[int, list[Item]] = {}  # by the kernel that makes them
         for group in self.plan.groups:
-            item, base = self.plan.items.get(group.slot), nodes[group.base]
-            first = buffers.first.get(storage_of(base) or 0)
-            if item is not None and first is not None and first < item.produced and is_inlined(base):
-                change[buffers.functions.get(first, (first, first))[0]] += group.nbytes
-                change[item.produced] -= group.nbytes
+            item, maker = self.plan.items.get(group.slot), kernels.maker.get(storage_of(nodes[group.base]) or 0)
+            if item is not None and maker in kernels.kernel and maker not in kernels.calls:
+                made.setdefault(kernels.kernel[maker], []).append(item)
+        change = [0] * (len(nodes) + 1)
+        for kernel, items in made.items():
+            place = kernels.at[kernel]
+            first = min(place, *(item.produced for item in items))
+            begin = min(first, buffers.functions.get(place, (place, place))[0])
+            for item in items:
+                if first < item.produced:
+                    change[begin] += item.nbytes
+                    change[item.produced] -= item.nbytes
         return list(itertools.accumulate(change))[:-1]
 
     def _backward_base(self, buffers: Buffers) -> list[int]:

@@ -32,7 +32,8 @@ Choices = tuple[Choice, ...]
 class Trials:
     """Of one step under a limit; `stays` as in `Limits`.
 
-    `waits`: every release waits for its write, so that memory is as placed.
+    `enough_s`: the search ends with a step that takes no more seconds. `waits`: every release waits for its write, so
+    that memory is as placed.
     """
 
     step: Step
@@ -42,6 +43,7 @@ class Trials:
     prefetch: float
     stays: float = field(default=math.inf, kw_only=True)
     quick: bool = field(default=False, kw_only=True)
+    enough_s: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         self.best: Replay | None = None

@@ -23,6 +23,12 @@ from ssd_fx.passes.planner.solve import BudgetError
 from tests.passes import toys
 
 
+@pytest.fixture(autouse=True)
+def no_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for a plan here has no step in which nodes of ours would stand."""
+    monkeypatch.setattr(proposals, "with_nodes", lambda partition, plan: plan)
+
+
 def replayed(seconds: float, *, peak: int = 100, floor: int = 60, written: int = 10) -> Any:
     """Of a graph that computes for 1 s."""
     step = SimpleNamespace(floor=floor, everything=200)

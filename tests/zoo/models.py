@@ -134,7 +134,7 @@ def vision(name: str, **more: Any) -> Builder:
         rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         config = getattr(transformers, f"{name}Config")(image_size=IMAGE, num_labels=4, **rates, **more)
         model = getattr(transformers, f"{name}ForImageClassification")(config)
-        return Case(model, {"pixel_values": pixels(), "labels": torch.tensor([0, 3])}, said)
+        return Case(model, {"pixel_values": pixels(IMAGE), "labels": torch.tensor([0, 3])}, said)
 
     return build
 

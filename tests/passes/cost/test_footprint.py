@@ -426,6 +426,43 @@ def test_all_loops_between_two_calls_have_their_buffers_together() -> None:
     assert len([line for line in calls if "(" in line and "=" not in line]) == 1
 
 
+def test_what_a_call_reads_through_a_view_is_computed_by_its_earlier_readers_too() -> None:
+    """mm -> add -> (sum, view -> mm): Inductor writes the addition when it comes to the second product. The sum, to
+    which it comes before, adds by itself, and reads the first product."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        y = x @ w + 1
+        return y.sum(0), y.view(32, 64) @ x
+
+    kernels = Kernels(make_fx(function, tracing_mode="fake")(ROWS, SQUARE).graph)
+    names = [n.name for n in kernels.nodes]
+    assert {names[i]: {names[r] for r in early} for i, early in kernels.early.items() if early} == {"add": {"sum_1"}}
+    summed = kernels.reads[names.index("sum_1")]
+    assert not summed
+    assert kernels.inside[names.index("add")] == {names.index("add"), names.index("sum_1")}
+    parts = [part for node in lower_alone(function, ROWS, SQUARE).kernels for part in node.get_nodes()]
+    reads = [{dep.name for dep in part.read_writes.reads} for part in parts if part.is_reduction()]
+    assert reads == [{"buf0"}]
+
+
+def test_a_node_of_ours_between_two_loops_makes_two_functions_of_them() -> None:
+    """mm -> sum [store] cos -> mm: with the store the first product is gone before the cosine is there."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> object:
+        return (x @ w).sum(0), w.cos() @ w
+
+    graph = make_fx(function, tracing_mode="fake")(ROWS, SQUARE).graph
+    found, nodes = buffers(Kernels(graph)), list(graph.nodes)
+    at = {n.name: i for i, n in enumerate(nodes)}
+    functions = {(at["sum_1"], at["cos"])}
+    assert set(found.functions.values()) == functions == set(found.cut([at["sum_1"], at["mm_1"]]).functions.values())
+    cut = found.cut([at["cos"]])
+    assert cut.functions == {at[name]: (at[name], at[name]) for name in ("sum_1", "cos")}
+    key = storage_of(nodes[at["mm"]])
+    assert key is not None
+    assert [cut.alive([key], len(nodes))[at[name]] for name in ("sum_1", "cos")] == [64 * 32 * 4, 0]
+
+
 def test_operators_on_complex_numbers_are_calls_and_so_are_their_views() -> None:
     """sin -> view_as_complex -> mul -> add -> view_as_real -> cos: mul would be computed within add, and all of them in
     one C++ function, if the numbers were real."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import fx
 
 from ssd_fx.passes.axis import Choice
-from ssd_fx.passes.decide import analyse
+from ssd_fx.passes.cost.footprint import both_buffers
+from ssd_fx.passes.decide import analyse, decide
 from ssd_fx.passes.partition import calls_ours
+from ssd_fx.passes.plan import replay_of
+from ssd_fx.passes.planner.select import with_nodes
 from ssd_fx.passes.planner.step import _behind_items, _Modelling, model
 from tests.passes import toys
 
@@ -73,3 +77,31 @@ def test_what_is_saved_and_returned_counts_until_the_backward_has_read_it() -> N
     mul = next(i for i, n in enumerate(nodes) if n.target is aten.mul.Tensor)
     _, backward = _Modelling(partition, plan, {slot: frozenset(Choice) for slot in plan.items})._base()
     assert backward[mul] - backward[mul + 1] >= 256
+
+
+@pytest.mark.parametrize("toy", toys.ALL, ids=toys.name)
+def test_nodes_of_ours_between_kernels_take_no_memory(toy: toys.Toy) -> None:
+    """They end a C++ function, which has all its results before it frees anything. Nothing else changes."""
+    partition = toys.partitioned(toy)
+    plan = decide(partition, toys.options())
+    before, after = replay_of(plan), replay_of(with_nodes(partition, plan))
+    assert all(now <= then for now, then in zip(after.memory, before.memory, strict=True))
+    assert replace(after, step=before.step, memory=before.memory) == before
+
+
+def test_all_that_one_kernel_writes_is_there_from_its_first_result_on() -> None:
+    """mm -> (sin, cos, tanh) -> mm: one kernel, whose first result can be stored before the others' place."""
+
+    def three(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        a, b, c = y.sin(), y.cos(), y.tanh()
+        return a @ w + b @ w + c @ w
+
+    partition = toys.partitioned(three, torch.randn(8, 8), torch.randn(8, 8, requires_grad=True))
+    plan = analyse(partition, toys.options())
+    made = {g.base: plan.items[g.slot].produced for g in plan.groups}
+    assert {"sin", "cos", "tanh"} <= made.keys()
+    forward, _ = partition.once(both_buffers)
+    early = _Modelling(partition, plan, {slot: frozenset(Choice) for slot in plan.items})._made_early(forward)
+    of = dict(zip([n.name for n in partition.forward.graph.nodes], early, strict=True))
+    assert (of["mm"], of["sin"], of["cos"], of["tanh"]) == (0, 2 * 256, 256, 0)

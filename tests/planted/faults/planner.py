@@ -79,7 +79,7 @@ FAULTS = (
     Fault(
         "registers_are_memory",
         "passes/cost/footprint.py",
-        "    nbytes |= dict.fromkeys(_in_registers(kernels, readers) - held, 0)\n",
+        "    nbytes |= dict.fromkeys(_in_registers(kernels, strides, readers) - held, 0)\n",
         "",
         "plans make room for what a kernel never writes, so steps wait for nothing",
         "tests/passes/cost/test_footprint.py::test_what_only_its_own_kernel_reads_is_no_memory",
