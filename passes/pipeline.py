@@ -158,8 +158,8 @@ def finish(partition: Partition, stages: Stages = _UNSEEN) -> None:
 
 
 def _before_patterns(graph: fx.Graph) -> None:
-    from ssd_fx.passes.lowering.sums import write_running_sums
     from ssd_fx.passes.lowering.conv_operands import as_they_are
+    from ssd_fx.passes.lowering.sums import write_running_sums
 
     write_running_sums(graph)
     as_they_are(graph)
