@@ -9,11 +9,13 @@
     wait_load_        waits until the bytes are there
 
 `config`: the JSON of a `Options`. `graph`: a name for reports. `about`: its plan, packed (`plans.py`).
+`inflight`: the bytes that it has on their way out of memory at a time; 0 where that is not planned.
 `slot`: the number of the alias group.
 `seq`: the planned position of the node among our nodes in its graph.
 `tier`: where the plan wants the tensor, "host", "ssd" or empty for either. `binding`: it is never resident.
 `later`: the write begins when the next forward does, unless the load comes first.
 `stride`: of a store, the strides in which Inductor is to pass the tensor; None: those of the graph.
+`gone_by`: the node of the backward by which the memory is planned to be gone, by its `seq`; below 0 for none.
 `relies_on`: one of `layout.RELIES_ON`. `donate`: the load may return the stored tensor itself.
 
 The contract is in docs/design.md. The waits mutate an argument, so neither FX nor Inductor drops or merges them.
@@ -42,19 +44,29 @@ from ssd_fx.runtime.stores import forward_begins, get_store, go_on, stores
 """Whether the running backward keeps its graph (`retain_graph`, `create_graph`). True outside of a backward."""
 
 _SCHEMAS = (
-    "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes, str about='') -> ()",
+    "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes, str about='',"
+    " int inflight=0) -> ()",
     "store(Tensor x, str config, str graph, int slot, int seq, str tier='', bool binding=False, bool later=False,"
     " SymInt[]? size=None, ScalarType? dtype=None, SymInt[]? stride=None) -> Tensor",
     "stand_in(SymInt[] size, ScalarType dtype, Device device) -> Tensor",
     "refuse_stand_ins(Tensor[] saved) -> ()",
-    "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool block=False) -> ()",
+    "wait_store_(Tensor(a!) handle, Tensor keepalive, int seq, bool hand_over=False, bool block=False,"
+    " int gone_by=-1) -> ()",
     "load(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device, int seq,"
     " bool strict=False, str relies_on='dtype', bool donate=True) -> Tensor",
     "wait_load_(Tensor(a!) x, Tensor handle, int seq) -> ()",
 )
 
 
-def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_bytes: int, about: str = "") -> None:
+def _begin(
+    token: Tensor,
+    config: str,
+    graph: str,
+    saved_bytes: int,
+    offloaded_bytes: int,
+    about: str = "",
+    inflight: int = 0,
+) -> None:
     started = time.perf_counter()
     with device_trace.node("begin", graph, -1, -1, None):
         store = None
@@ -66,7 +78,7 @@ def _begin(token: Tensor, config: str, graph: str, saved_bytes: int, offloaded_b
         number = step()
         forward_begins()
         if store:
-            store.begin(graph, saved_bytes, token.device, number)
+            store.begin(graph, saved_bytes, token.device, number, inflight)
         if about:
             plans.note(graph, config, about)
     live, now = CPU_ALLOCATOR.live_bytes, time.perf_counter()
@@ -107,10 +119,12 @@ def _refuse_stand_ins(saved: Sequence[Tensor]) -> None:
             raise errors.handle_of_another_graph(x)
 
 
-def _wait_store(handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False) -> None:
+def _wait_store(
+    handle: Tensor, keepalive: Tensor, seq: int, hand_over: bool = False, block: bool = False, gone_by: int = -1
+) -> None:
     entry = lookup(handle)
     with _timed("release", entry, seq) if entry.timed else UNTIMED:
-        entry.store.wait_store_(entry, keepalive, seq, hand_over, block)
+        entry.store.wait_store_(entry, keepalive, seq, hand_over, block, gone_by)
 
 
 def _load(

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
@@ -52,10 +53,14 @@ class Store:
         self.prefetcher = Prefetcher(self.reader, self.ledger, self.runs, window, self._spare, config.resident)
         self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
 
-    def begin(self, graph: str, saved_bytes: int, device: torch.device, step: int) -> None:
-        """A forward of `graph` begins on `device`, in the step of that number, and will save so many bytes."""
+    def begin(self, graph: str, saved_bytes: int, device: torch.device, step: int, inflight: int = 0) -> None:
+        """A forward of `graph` begins on `device`, in the step of that number, and will save so many bytes.
+
+        `inflight`: as many are planned to be on their way out of memory at a time.
+        """
         GUARD.drain()
         with GUARD.lock:
+            self.writer.planned = max(self.writer.planned, inflight)
             self._learn()
             self.residency.begins(step)
             for entry in self.runs.begin(graph):
@@ -119,7 +124,9 @@ class Store:
                 self.residency.waited(stall)
             self._record("store", entry, seq, started, "disk" if entry.extent else entry.state.where, stall)
 
-    def wait_store_(self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
+    def wait_store_(
+        self, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False, gone_by: int = -1
+    ) -> None:
         """The release: the graph reads `keepalive`, the stored tensor, no more.
 
         Where a write is waited for, a copy of a device is waited for by the tensor's stream, and not by the host.
@@ -127,7 +134,8 @@ class Store:
         `hand_over`: the caller drops its reference and writes nothing into the memory, so we may hold the tensor.
         Otherwise a write is waited for, and what is still in memory then moves to memory of ours. A leaf that requires
         grad does not move: it is its owner's, who may change it through `.data`.
-        `block`: the plan needs the memory, so a write is waited for in any case.
+        `block`: the plan needs the memory, so a write is waited for in any case. `gone_by`: it needs the memory from
+        the node of the backward with this `seq` on; below 0 for none.
 
         A move that waits for no write comes at once. Else it comes when the write has ended, if it failed.
 
@@ -144,6 +152,8 @@ class Store:
             write = entry.write if block or not hand_over else None
             if write is not None and self.writer.follow(entry):
                 write = None
+            if entry.run is not None and gone_by >= 0:
+                heappush(entry.run.going, (gone_by, entry.slot, entry))
             if write is None:  # under this lock: a store in another thread may begin to write the entry
                 self._released(entry, moves)
         stall = 0.0
@@ -189,6 +199,7 @@ class Store:
             self.writer.reap()
             if self.reader.stalls:
                 self._learn()
+            self._let_go(entry, seq)
             where = entry.state.where
             self.habits.asked(entry)
             load = self.reader.begin(entry, wanted, seq, consume=consume, relies_on=relies_on)
@@ -225,6 +236,7 @@ class Store:
             error = self.reader.complete(entry, waits)
             stall = arrival.waited_s()
         with GUARD.lock:
+            self._let_go(entry, seq)
             if load:
                 self.ledger.turn(entry, load, "over")
             if waits:
@@ -250,6 +262,14 @@ class Store:
                 return 0.0
             self.writer.count_out(entry)
         return self.writer.make_room(entry.device)
+
+    def _let_go(self, entry: Entry, seq: int) -> None:
+        """A node of the backward of this entry's run begins: what the plan has gone by then goes."""
+        going = entry.run.going if entry.run else ()
+        while going and going[0][0] <= seq:
+            late = heappop(going)[2]
+            if late.state is State.WRITING:
+                self.writer.follow(late)
 
     def _released(self, entry: Entry, moves: bool) -> None:
         if moves:

@@ -268,8 +268,8 @@ def _never_blocking() -> Iterator[None]:
     """No release waits for its write because the plan counts on the memory."""
     wait = Store.wait_store_
 
-    def going_on(self: Store, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
-        wait(self, entry, keepalive, seq, hand_over, False)
+    def going_on(self: Store, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, *_: bool | int) -> None:
+        wait(self, entry, keepalive, seq, hand_over)
 
     with mock.patch.object(Store, "wait_store_", going_on):
         yield
@@ -359,8 +359,8 @@ def _not_handed_over() -> Iterator[None]:
     """As under Inductor's C++ wrapper: what failed to leave is copied aside at the release."""
     wait = Store.wait_store_
 
-    def blocking(self: Store, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, block: bool = False) -> None:
-        wait(self, entry, keepalive, seq, False, block)
+    def blocking(self: Store, entry: Entry, keepalive: Tensor, seq: int, hand_over: bool, *more: Any) -> None:
+        wait(self, entry, keepalive, seq, False, *more)
 
     with _without_codec(), mock.patch.object(Store, "wait_store_", blocking):
         yield

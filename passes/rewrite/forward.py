@@ -14,7 +14,7 @@ from ssd_fx.compat import OpOverload
 from ssd_fx.passes.alias.channels import is_laid_out
 from ssd_fx.passes.groups import AliasGroup, Member
 from ssd_fx.passes.partition import NOT_CHECKED, STORED, Partition
-from ssd_fx.passes.plan import Offload, Plan
+from ssd_fx.passes.plan import Offload, Plan, gone_by_event
 from ssd_fx.passes.rewrite import rebuild
 from ssd_fx.passes.schedule import STORE, Event
 
@@ -60,7 +60,10 @@ class ForwardWriter:
             self.sizes.prepare(totals)
             # Here and not at the stores: a size may be read off an input, which could be released by then.
             self.sizes.prepare(i for g in self.plan.offloaded for shape in self._named_shapes(g) for i in shape)
-            args = (token, self.config, self.plan.graph, *self.sizes.of(totals), *filter(None, [self.about]))
+            about: list[Argument] = [self.about] if self.about else []
+            if device.type != "cpu" and (inflight := self.plan.inflight_bytes):
+                about = [self.about, inflight]
+            args = (token, self.config, self.plan.graph, *self.sizes.of(totals), *about)
             begin = self.graph.call_function(ops.begin_.default, args)
             begin.meta["val"] = None
 
@@ -113,7 +116,9 @@ class ForwardWriter:
 
     def _release(self, group: AliasGroup, event: Event, seq: int) -> None:
         hand_over = True  # the lowering makes it False where the generated code cannot drop its reference
-        args = (self.handles[group.slot], self.stored[group.slot], seq, hand_over, event.flag)
+        gone_by = gone_by_event(self.plan, group)
+        optional = () if gone_by is None else (gone_by,)
+        args = (self.handles[group.slot], self.stored[group.slot], seq, hand_over, event.flag, *optional)
         node = self.graph.call_function(ops.wait_store_.default, args)
         node.meta["val"] = None
 

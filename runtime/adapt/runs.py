@@ -26,12 +26,13 @@ _Key = tuple[int, str]
 @dataclass(eq=False, slots=True)
 class Run:
     """The `number`-th forward of its step. `waiting`: the entries not asked for yet, by slot. `asked`: the slots that
-    were, in order."""
+    were, in order. `going`: what is to be gone by a node of the backward: that, the slot, and the entry."""
 
     graph: str
     number: int
     waiting: dict[int, Entry] = field(default_factory=dict)
     asked: list[int] = field(default_factory=list)
+    going: list[tuple[int, int, Entry]] = field(default_factory=list)  # a heap
 
     @property
     def key(self) -> _Key:

@@ -14,7 +14,7 @@ _LIBRARY = re.compile(r"extern_kernels\.\w+\(|torch\.ops\.(?!ssd_fx\.)[\w.]+\(")
 _SUMMED = re.compile(r"\.sum\(dim=0\)")
 _STORED = re.compile(r"torch\.ops\.ssd_fx\.store\.default\(")
 _LOADED = re.compile(r"torch\.ops\.ssd_fx\.load\.default\(")
-_RELEASED = re.compile(r"torch\.ops\.ssd_fx\.wait_store_\.default\(.*, (True|False), (True|False)\)")
+_RELEASED = re.compile(r"torch\.ops\.ssd_fx\.wait_store_\.default\(.*, (True|False), (True|False)(?:, -?\d+)?\)")
 _MADE, _DROPPED = re.compile(r"(\w+) = (empty_strided_cuda\(.*|\w+)"), re.compile(r"\bdel (\w+)")
 _SIGNATURE = re.compile(r"'signature': \{(.*?)\}")
 _ALIGNED = re.compile(r"divisible_by_16=\(([\d, ]*)\)|'configs': \[\{(.*?)\}\]")  # without Triton, and with it

@@ -795,6 +795,16 @@ def test_a_share_of_the_device_may_be_on_its_way_while_the_host_runs_ahead(fake,
     assert get_store(MEMORY).ledger.writing_bytes == stand * 4 * N
 
 
+@pytest.mark.parametrize(("option", "stand"), [("auto", 2), (4 * N, 1)])
+def test_what_the_plan_has_on_its_way_may_be(fake, monkeypatch, option, stand):
+    """Unless the option says how much may be."""
+    monkeypatch.setattr(inflight, "LEAST_BYTES", 100)
+    config = json.dumps({"engine": "memory", "inflight": option})
+    op.begin_(torch.empty(0, dtype=torch.int64), config, "g", 0, 1, "", 2 * 4 * N)
+    [store(fake.tensor(numbers(N)), config, slot=i) for i in range(3)]
+    assert get_store(config).ledger.writing_bytes == stand * 4 * N
+
+
 def given(gpu, config, slot=0):
     """What a backward got at once, while the copy of it is queued."""
     values = numbers(N, slot)
@@ -990,3 +1000,28 @@ def test_the_host_reads_a_pinned_tensor_when_the_copy_into_it_is_done(monkeypatc
         streams.finish_copies_into(x)
     assert (pinned.tolist(), plain.tolist()) == ([1.0] * 4, [0.0] * 4)
     fake.finish()
+
+
+@LATE
+@pytest.mark.parametrize("gone_by", [0, 1], ids=["the load", "the wait"])
+def test_what_the_plan_has_gone_in_the_backward_goes_there(gpu, gone_by):
+    """Its copy ends in the backward. A host far ahead of its device sees no end, and would hold it until its load."""
+    config = json.dumps({"engine": "memory", "adapt": False, "prefetch": 0})
+    begin(config, "gone", offloaded=1)
+    handles = []
+    for slot, by in enumerate((gone_by, -1)):
+        x = gpu.tensor(numbers(start=slot))
+        handles.append(op.store(x, config, "gone", slot, 2 * slot))
+        op.wait_store_(handles[slot], x, 2 * slot + 1, True, False, by)
+        del x
+    before, first = gpu.ms, lookup(handles[0])
+    y = start_load(handles[1], numbers(), seq=0)
+    if gpu.order == "lazy":
+        assert (first.state is State.ON_DISK) is (gone_by == 0)
+    y = wait(y, handles[1], seq=1)
+    assert first.state is State.ON_DISK
+    if gpu.order == "lazy":
+        assert gpu.ms == before, "the host had the device run"
+    assert gpu.bytes_of(y) == raw(numbers(start=1))
+    assert gpu.bytes_of(load(handles[0], numbers())) == raw(numbers())
+    assert gpu.violations == []

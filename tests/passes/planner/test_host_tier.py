@@ -444,4 +444,34 @@ def test_releases_of_copies_stand_where_the_copies_end() -> None:
         writes={0: (0.5, 1.5), 1: (3.5, 4.5), 2: (0.5, 1.5), 3: (0.5, 1.5)},
         forwarded={2},
     )
-    assert dict(_in_order(found)) == {0: soon.moved(release=1, block=True), 1: late, 2: in_vain, 3: blocking}
+    moved = {0: soon.moved(release=1, block=True), 1: late, 2: in_vain, 3: blocking}
+    assert dict(_in_order(found, copies_only=True)) == moved
+    assert _in_order(found, copies_only=False) == found.schedule  # to drives
+
+
+def test_what_is_written_in_the_backward_is_gone_by_the_next_event_of_others() -> None:
+    """Not what is read at once. What the forward is rid of, what is in vain and what blocks have nothing to wait for."""
+    soon, late, in_vain, blocking = (Trip.of(i, 0, 0, 5, 5, block=i == 3) for i in range(4))
+    early, next_one = Trip.of(4, 0, 0, 3, 3), Trip.of(5, 0, 0, 5, 5)
+    trips = (soon, late, in_vain, blocking, early, next_one)
+    step = Step((1.0,) * 6, (0,) * 6, 3, (Item(8, 0, 0, 5, 5),) * 6, slots=tuple(range(6)), nodes=_places(6))
+    found = Replay(
+        step=step,
+        choices=(Choice.OFFLOAD,) * 6,
+        schedule=Schedule(trips, step.items),
+        seconds=6.0,
+        memory=(0,) * 6,
+        starts=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
+        ends=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
+        writes={0: (0.5, 1.5), 1: (3.5, 4.5), 2: (0.5, 1.5), 3: (0.5, 1.5), 4: (1.0, 2.0), 5: (3.0, 3.5)},
+        forwarded={2},
+    )
+    plan = Plan("g", schedule=found.schedule, replay=found)
+    slots = [event.slot for event in plan.schedule.backward]
+    assert slots == [4, 4, 0, 1, 2, 3, 5, 0, 1, 2, 3, 5]
+    assert plan.gone_by == {1: 2, 5: 2}
+    assert plan.inflight_bytes == 6 * 8
+
+
+def _places(count: int) -> tuple[tuple[int, int], ...]:
+    return tuple((i, i) for i in range(count))
