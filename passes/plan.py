@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -220,27 +218,11 @@ class Plan:
         """The most bytes that are on their way out of memory at a time: stored, and not written yet."""
         found, edges = replay_of(self), list[tuple[float, int]]()
         for i, trip in found.schedule.items():
+            if self.schedule[found.step.slots[i]].is_later:
+                continue  # another forward begins it, if any does
             nbytes = found.step.moved[i]
             edges += (found.ends[trip.store.at], nbytes), (found.writes[i][1], -nbytes)
         return max(itertools.accumulate(nbytes for _, nbytes in sorted(edges)), default=0)
-
-    @cached_property
-    def gone_by(self) -> Mapping[int, int]:
-        """By slot: behind which event of the backward the memory is to be gone, as its position in the schedule.
-
-        It is of what the backward still has when it begins. Events before its own load count.
-        """
-        found, events = replay_of(self), self.schedule.backward
-        places, gone = [event.at for event in events], {}
-        for i, trip in found.schedule.items():
-            slot = found.step.slots[i]
-            if trip.blocks or i in found.forwarded or self.schedule[slot].is_later:
-                continue
-            ended = bisect_left(found.starts, found.writes[i][1]) - 1  # the operator during which it is written
-            first = bisect_right(places, found.step.nodes[ended][1])
-            if ended >= found.step.forward and first < self.schedule.backward.index(self.schedule[slot].load):
-                gone[slot] = first
-        return gone
 
     def times(self, slot: int) -> dict[str, Interval]:
         """What is predicted of a group that can be offloaded: begin and end in seconds from the start of the step.
@@ -281,11 +263,6 @@ class Plan:
         """A copy with some fields replaced; dictionaries become read-only."""
         frozen = {k: MappingProxyType(v) if isinstance(v, dict) else v for k, v in changes.items()}
         return replace(self, **frozen)  # type: ignore[arg-type]
-
-
-def gone_by_event(plan: Plan, group: AliasGroup) -> int | None:
-    """As `Plan.gone_by` has it of a group on a device that the host runs ahead of; None for others, as on the CPU."""
-    return None if group.stored.device.type == "cpu" else plan.gone_by.get(group.slot)
 
 
 def replay_of(plan: Plan) -> Replay:

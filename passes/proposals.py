@@ -97,7 +97,7 @@ def decide_with_room(joint: Joint, own: Candidate, options: PlanOptions) -> tupl
     tight, loose = replay_of(lowest), replay_of(roomy)
     if loose.seconds > (1 - GAIN) * tight.compute_s:  # what is held waits for no drive
         return least, lowest
-    plan = decide(partition, options, analysed=roomy)
+    plan = with_nodes(partition, decide(partition, options, analysed=roomy))
     room = options.room * (loose.step.everything - loose.step.floor)
     more = replay_of(plan).peak - tight.peak
     return (partition, plan) if more <= room / 2 else (least, lowest)  # the rest of the room is for what is held

@@ -15,7 +15,7 @@
 `tier`: where the plan wants the tensor, "host", "ssd" or empty for either. `binding`: it is never resident.
 `later`: the write begins when the next forward does, unless the load comes first.
 `stride`: of a store, the strides in which Inductor is to pass the tensor; None: those of the graph.
-`gone_by`: the node of the backward by which the memory is planned to be gone, by its `seq`; below 0 for none.
+`gone_by`: the `seq` of the node of the backward at which the memory is to go; below 0 for none.
 `relies_on`: one of `layout.RELIES_ON`. `donate`: the load may return the stored tensor itself.
 
 The contract is in docs/design.md. The waits mutate an argument, so neither FX nor Inductor drops or merges them.

@@ -60,7 +60,8 @@ class Store:
         """
         GUARD.drain()
         with GUARD.lock:
-            self.writer.planned = max(self.writer.planned, inflight)
+            if inflight > self.writer.planned.get(device, 0):
+                self.writer.planned[device] = inflight
             self._learn()
             self.residency.begins(step)
             for entry in self.runs.begin(graph):
@@ -134,8 +135,8 @@ class Store:
         `hand_over`: the caller drops its reference and writes nothing into the memory, so we may hold the tensor.
         Otherwise a write is waited for, and what is still in memory then moves to memory of ours. A leaf that requires
         grad does not move: it is its owner's, who may change it through `.data`.
-        `block`: the plan needs the memory, so a write is waited for in any case. `gone_by`: it needs the memory from
-        the node of the backward with this `seq` on; below 0 for none.
+        `block`: the plan needs the memory, so a write is waited for in any case. `gone_by`: it needs it from the node
+        of the backward with this `seq` on, where it goes if it is still being written; below 0 for none.
 
         A move that waits for no write comes at once. Else it comes when the write has ended, if it failed.
 
@@ -152,8 +153,8 @@ class Store:
             write = entry.write if block or not hand_over else None
             if write is not None and self.writer.follow(entry):
                 write = None
-            if entry.run is not None and gone_by >= 0:
-                heappush(entry.run.going, (gone_by, entry.slot, entry))
+            if gone_by >= 0 and entry.run is not None and entry.state in WAITING:
+                heappush(entry.run.going, (gone_by, id(entry), entry))
             if write is None:  # under this lock: a store in another thread may begin to write the entry
                 self._released(entry, moves)
         stall = 0.0
@@ -227,6 +228,7 @@ class Store:
         started = now()
         if self.account:
             self._look()
+        self._let_go(entry, seq)
         load = self.reader.find(entry, x) if entry.nbytes else None
         read = load.read if load else None
         waits = load if load and read and not self.reader.follow(entry, load) else None  # the host does
@@ -236,7 +238,6 @@ class Store:
             error = self.reader.complete(entry, waits)
             stall = arrival.waited_s()
         with GUARD.lock:
-            self._let_go(entry, seq)
             if load:
                 self.ledger.turn(entry, load, "over")
             if waits:
@@ -264,12 +265,16 @@ class Store:
         return self.writer.make_room(entry.device)
 
     def _let_go(self, entry: Entry, seq: int) -> None:
-        """A node of the backward of this entry's run begins: what the plan has gone by then goes."""
-        going = entry.run.going if entry.run else ()
-        while going and going[0][0] <= seq:
-            late = heappop(going)[2]
-            if late.state is State.WRITING:
-                self.writer.follow(late)
+        """A node of the backward of this entry's run begins: what is being written and is to go by then goes."""
+        if entry.run is None or not entry.run.going:
+            return
+        with GUARD.lock:
+            going = entry.run.going
+            while going and going[0][0] <= seq:
+                late = going[0][2]
+                if late.state is State.WRITING:
+                    self.writer.follow(late)
+                heappop(going)
 
     def _released(self, entry: Entry, moves: bool) -> None:
         if moves:

@@ -58,7 +58,7 @@ class Writer:
         self._peak = peak
         self._encoder = Encoder(config, habits)
         self._inflight = config.inflight_bytes
-        self.planned = 0  # bytes that graphs have on their way at a time
+        self.planned: dict[torch.device, int] = {}  # bytes that graphs of a device have on their way at a time
         self._caps: dict[torch.device, int] = {}  # asked once: it is a call of the device's library
         self.in_vain = CopiesInVain()
         self._followed: deque[tuple[streams.Queued, str, int, int, int]] = deque()  # not traced yet; oldest first
@@ -339,7 +339,7 @@ class Writer:
         found = self._caps.get(device)
         if found is None:
             found = self._caps[device] = self._inflight or inflight_bytes(device)
-        return found if self._inflight else max(found, self.planned)
+        return found if self._inflight else max(found, self.planned.get(device, 0))
 
     def _start_due(self, here: streams.Stream | None = None) -> Completion | Entry | None:
         """Starts the writes that are due. Returns the write that holds the next one up, or what is to be encoded.

@@ -11,12 +11,14 @@ slow.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.partition import Partition, device_of
+from ssd_fx.passes.plan import Plan, replay_of
 from ssd_fx.passes.planner.compare import fits
 from ssd_fx.passes.planner.place import FloatArray
 from ssd_fx.passes.planner.replay import replay
@@ -48,6 +50,31 @@ def held_to_its_limit(found: Replay, limit: float, machine: Machine, *, late: bo
         return found
     schedule = found.schedule.edited(lambda i, trip: trip.moved(strict=True) if i in strict else trip, found.step.items)
     return replay(found.step, found.choices, schedule, machine)
+
+
+def gone_by(partition: Partition, plan: Plan) -> Mapping[int, int]:
+    """The slots of what is written in the backward and is in its way there, and the events of the backward, by their
+    positions in the schedule, at which it goes.
+
+    That is as late as the limit allows, and not before it is to be written: a GPU's stream waits there for a copy that
+    is late. The host runs ahead of the device, and would see the end of no copy. Empty on the CPU, which has no stream.
+    """
+    if device_of(partition).type == "cpu":
+        return {}
+    found, events, gone = replay_of(plan), plan.schedule.backward, dict[int, int]()
+    step, places, room = found.step, [event.at for event in events], _room(found, plan.limits.memory)
+    for i in sorted(found.schedule, key=lambda i: found.writes[i][1], reverse=True):
+        trip, nbytes, own = found.schedule[i], step.nbytes[i], plan.schedule[step.slots[i]]
+        ended = bisect_left(found.starts, found.writes[i][1]) - 1  # the operator during which it is written
+        if trip.blocks or own.is_later or i in found.forwarded or ended < step.forward:
+            continue
+        until = _end_of_room(room, ended + 1, trip.load.at, nbytes)
+        room[ended + 1 : until] -= nbytes
+        first = bisect_right(places, step.nodes[ended][1])
+        event = max(first, bisect_right(places, step.nodes[until][0]) - 1)
+        if until < trip.load.at and event < events.index(own.load):
+            gone[own.slot] = event
+    return gone
 
 
 def _room(found: Replay, limit: float) -> FloatArray:

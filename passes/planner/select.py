@@ -74,7 +74,7 @@ def select(
     if options.budget != AUTO:
         found = held_to_its_limit(found, at.memory, machine, late=partition.is_whole_step)
     later = _later(plan, found, options) if host_tier else set()
-    schedule = _in_order(found, copies_only=options.copies_only) if host_tier else found.schedule
+    schedule = _in_order(found) if options.copies_only and host_tier else found.schedule
     chosen = dict(zip(step.slots, found.choices, strict=True))
     tiers = {step.slots[i]: trip.tier for i, trip in schedule.items()} if host_budget else {}
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
@@ -206,21 +206,18 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
     assert_never(chosen)
 
 
-def _in_order(found: Replay, *, copies_only: bool) -> Schedule:
+def _in_order(found: Replay) -> Schedule:
     """The schedule, with the releases where the copies are to have ended in the forward.
 
     A device's memory goes back in the order of its stream, which waits there for a copy that is late. The host runs far
-    ahead: without such a release it would find most copies under way, and hold their tensors. This is for copies to
-    host memory, which nobody but the stream waits for. The host would wait for a drive. Copies that end in the backward
-    have no release there: see `Plan.gone_by`.
-
-    `copies_only`: all transfers are copies, whatever their tiers.
+    ahead: without such a release it would find most copies under way, and hold their tensors. This is for copies only,
+    which nobody but the stream waits for. The host would wait for a drive, and so for what finds no room in host memory
+    before one. Copies that end in the backward have no release there: see `off_plan.gone_by`.
     """
 
     def edit(i: int, trip: Trip) -> Trip:
         ended = bisect_left(found.starts, found.writes[i][1]) - 1
-        is_copy = copies_only or trip.tier == "host"
-        if not is_copy or i in found.forwarded or trip.blocks or ended >= found.step.forward:
+        if i in found.forwarded or trip.blocks or ended >= found.step.forward:
             return trip
         return trip.moved(release=max(trip.release.at, ended), block=True)
 

@@ -145,9 +145,15 @@ class _Modelling:
         """Bytes alive during every node of both graphs that are no group's: transients, gradients, outputs, and what
         has an obstacle."""
         forward, backward = self.partition.once(both_buffers)
-        stored = [event.at + 1 for event in self.schedule.forward]
+        made = self._made_at(forward) if self.schedule else {}
+        stored = sorted(max(event.at, made.get(event.slot, 0)) + 1 for event in self.schedule.forward)
         loaded = [event.at - self.behind for event in self.schedule.backward]
         return self._forward_base(forward.cut(stored)), self._backward_base(backward.cut(loaded))
+
+    def _made_at(self, buffers: Buffers) -> dict[int, int]:
+        """By slot where the kernel runs that makes a group: our nodes stand behind it."""
+        nodes = {n.name: n for n in self.partition.forward.graph.nodes}
+        return {g.slot: buffers.first.get(storage_of(nodes[g.base]) or 0, 0) for g in self.plan.groups}
 
     def _forward_base(self, buffers: Buffers) -> list[int]:
         graph = self.partition.forward.graph
@@ -163,7 +169,8 @@ class _Modelling:
     def _made_early(self, buffers: Buffers) -> list[int]:
         """Bytes of the groups that a loop makes before their place in the graph, where they can first be stored.
 
-        A kernel writes all its results at once, where the first of them can be stored.
+        A kernel writes all its results at once, where the first of them can be stored. This is about groups: what else
+        it writes counts from its place on.
         """
         kernels, _ = self.partition.once(both_kernels)
         nodes = {n.name: n for n in kernels.nodes}

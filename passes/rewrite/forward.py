@@ -14,7 +14,8 @@ from ssd_fx.compat import OpOverload
 from ssd_fx.passes.alias.channels import is_laid_out
 from ssd_fx.passes.groups import AliasGroup, Member
 from ssd_fx.passes.partition import NOT_CHECKED, STORED, Partition
-from ssd_fx.passes.plan import Offload, Plan, gone_by_event
+from ssd_fx.passes.plan import Offload, Plan
+from ssd_fx.passes.planner.off_plan import gone_by
 from ssd_fx.passes.rewrite import rebuild
 from ssd_fx.passes.schedule import STORE, Event
 
@@ -40,6 +41,7 @@ class ForwardWriter:
         self.stored: dict[int, fx.Node] = {}
         self.handles: dict[int, fx.Node] = {}
         self.replacements: dict[str, fx.Node] = {}
+        self.gone_by = gone_by(partition, plan)
         self.fake_mode = rebuild.fake_mode(self.graph)
         self.sizes = rebuild.Sizes(self.graph)
 
@@ -116,8 +118,7 @@ class ForwardWriter:
 
     def _release(self, group: AliasGroup, event: Event, seq: int) -> None:
         hand_over = True  # the lowering makes it False where the generated code cannot drop its reference
-        gone_by = gone_by_event(self.plan, group)
-        optional = () if gone_by is None else (gone_by,)
+        optional: list[Argument] = [self.gone_by[group.slot]] if group.slot in self.gone_by else []
         args = (self.handles[group.slot], self.stored[group.slot], seq, hand_over, event.flag, *optional)
         node = self.graph.call_function(ops.wait_store_.default, args)
         node.meta["val"] = None

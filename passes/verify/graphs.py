@@ -27,7 +27,8 @@ from ssd_fx.passes.partition import (
     tensor_of,
     written,
 )
-from ssd_fx.passes.plan import Offload, Plan, gone_by_event
+from ssd_fx.passes.plan import Offload, Plan
+from ssd_fx.passes.planner.off_plan import gone_by
 from ssd_fx.passes.schedule import LOAD, RELEASE, STORE, WAIT, Event, Kind
 from ssd_fx.passes.verify.errors import require
 from ssd_fx.passes.verify.interface import Before
@@ -109,7 +110,7 @@ def _verify_forward(partition: Partition, plan: Plan, ours: Mapping[tuple[Kind, 
     nodes = list(partition.forward.graph.nodes)
     position, by_storage = {n: i for i, n in enumerate(nodes)}, nodes_by_storage(nodes)
     saved, outputs = Counter(partition.saved), set(partition.caller_outputs)
-    groups = {group.slot: group for group in plan.groups}
+    going = gone_by(partition, plan)
     for slot in plan.schedule:
         store, release, given = ours[STORE, slot], ours[RELEASE, slot], arguments_of(ours[STORE, slot])
         require(saved[store] == 1, f"the handle {store.name!r} is not saved", "insert", partition.fwd_output)
@@ -118,9 +119,9 @@ def _verify_forward(partition: Partition, plan: Plan, ours: Mapping[tuple[Kind, 
         require(planned == Offload(tier, binding), text, "insert", store)
         text = f"release of {store.name!r} holds another tensor than was stored"
         require(release.args[1] is store.args[0], text, "insert", release)
-        planned_by, gone_by = gone_by_event(plan, groups[slot]), arguments_of(release)["gone_by"]
-        text = f"release of {store.name!r} says gone_by={gone_by}, and the plan says {planned_by}"
-        require(gone_by == (-1 if planned_by is None else planned_by), text, "insert", release)
+        said, goes = arguments_of(release)["gone_by"], going.get(slot, -1)
+        text = f"release of {store.name!r} says gone_by={said}, and the plan says {goes}"
+        require(said == goes, text, "insert", release)
         key = storage_of(release.args[1])  # type: ignore[arg-type]
         assert key is not None
         for alias in by_storage[key]:

@@ -26,7 +26,7 @@ _Key = tuple[int, str]
 @dataclass(eq=False, slots=True)
 class Run:
     """The `number`-th forward of its step. `waiting`: the entries not asked for yet, by slot. `asked`: the slots that
-    were, in order. `going`: what is to be gone by a node of the backward: that, the slot, and the entry."""
+    were, in order. `going`: what goes at a node of the backward: its `seq`, a number, and the entry."""
 
     graph: str
     number: int
@@ -137,6 +137,7 @@ class Runs:
 
     def _end(self, run: Run) -> None:
         self._runs.pop(run.number, None)
+        run.going.clear()
         if not self._runs:  # the step is over
             self._next = dict(zip(self._order, self._order[1:], strict=False))
             self._order = []

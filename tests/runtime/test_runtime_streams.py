@@ -520,6 +520,22 @@ def test_the_host_does_not_wait_for_a_read_whose_graph_dies(gpu, ahead):
     assert gpu.bytes_of(after) == raw(numbers(start=1))
 
 
+def test_two_forwards_of_a_graph_that_overlap_have_the_same_node_to_go_at(fake):
+    """As of two threads. The runs of both are those of the second."""
+    config = json.dumps({"engine": "memory", "adapt": False, "prefetch": 0})
+    for _ in range(2):
+        begin(config, "gone", offloaded=1)
+    values = [numbers(start=i) for i in range(2)]
+    stored = [fake.tensor(each) for each in values]
+    handles = [op.store(x, config, "gone", 0, 0) for x in stored]
+    for handle, x in zip(handles, stored, strict=True):
+        op.wait_store_(handle, x, 1, True, False, 0)
+    del x, stored
+    for handle, each in zip(handles, values, strict=True):
+        assert fake.bytes_of(load(handle, each)) == raw(each)
+    assert fake.violations == []
+
+
 def test_a_copy_for_nothing_is_learnt_though_it_never_ends(fake):
     """A host far ahead of its device sees no copy end, and others hold the tensor in every step."""
     config = json.dumps({"engine": "memory"})

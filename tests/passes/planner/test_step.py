@@ -89,6 +89,25 @@ def test_nodes_of_ours_between_kernels_take_no_memory(toy: toys.Toy) -> None:
     assert replace(after, step=before.step, memory=before.memory) == before
 
 
+def test_what_is_read_before_a_store_is_gone_behind_it() -> None:
+    """mm -> half of it -> tanh [store] exp -> mm: the two loops would be one C++ function, which has the first product
+    until the exponentials are there."""
+
+    def two(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (x @ w)[:, ::2].tanh().sum() + (v.exp() @ w).sum()
+
+    given = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
+    partition = toys.partitioned(two, *given)
+    plan = decide(partition, toys.options())
+    names = [n.name for n in partition.forward.graph.nodes]
+    tanh, exp = names.index("tanh"), names.index("exp")
+    assert next(trip.store.at for trip in plan.schedule.values() if trip.store.at >= tanh) == tanh
+    before, after = replay_of(plan), replay_of(with_nodes(partition, plan))
+    gone = [then - now for then, now in zip(before.memory, after.memory, strict=True)]
+    at = before.step.operator
+    assert (gone[at(tanh)], gone[at(exp)]) == (0, 256)
+
+
 def test_all_that_one_kernel_writes_is_there_from_its_first_result_on() -> None:
     """mm -> (sin, cos, tanh) -> mm: one kernel, whose first result can be stored before the others' place."""
 
