@@ -69,7 +69,7 @@ class Options:
     inner (a name): The compiler that gets the rewritten graphs: `"inductor"` or `"aot_eager"`.
     inflight (a size above 0, or `"auto"`): The most bytes that may be on their way to the drives. A store beyond it
         waits for room. `"auto"` is 128 MiB for tensors of the CPU. For those of a GPU it is 1/32 of its memory, because
-        the host runs ahead of a GPU, and at least what the plan has on its way at a time.
+        the host runs ahead of a GPU. If the plan has more on its way at a time, it is that.
     prefetch (a size): Bytes that may be read before the graph asks for them.
     dump (a directory): Gets the plan and both rewritten graphs of everything that is compiled. The directory is made
         if it is missing. With this option no compiled graph comes from the compile cache.

@@ -53,8 +53,8 @@ def held_to_its_limit(found: Replay, limit: float, machine: Machine, *, late: bo
 
 
 def gone_by(partition: Partition, plan: Plan) -> Mapping[int, int]:
-    """The slots of what is written in the backward and is in its way there, and the events of the backward, by their
-    positions in the schedule, at which it goes.
+    """Where the memory goes of what is written in the backward only, if others need it: by slot the event of the
+    backward, as its position in the schedule.
 
     That is as late as the limit allows, and not before it is to be written: a GPU's stream waits there for a copy that
     is late. The host runs ahead of the device, and would see the end of no copy. Empty on the CPU, which has no stream.
