@@ -20,7 +20,7 @@ from ssd_fx.passes.joint.compared import keep_compared
 from ssd_fx.passes.joint.marks import mark
 from ssd_fx.passes.joint.recompute import price
 from ssd_fx.passes.options import PlanOptions
-from ssd_fx.passes.partition import Partition, device_of, fingerprint
+from ssd_fx.passes.partition import Partition, fingerprint
 from ssd_fx.passes.plan import Plan, PlanPass
 from ssd_fx.passes.planner.budget import Budget
 from ssd_fx.passes.planner.select import select
@@ -116,3 +116,9 @@ def machine_of(partition: Partition, options: PlanOptions) -> Machine:
 def has_host_tier(partition: Partition) -> bool:
     """Whether the device has other memory than the host."""
     return device_of(partition).type != "cpu"
+
+
+def device_of(partition: Partition) -> torch.device:
+    """The device of the saved tensors; the CPU if none is elsewhere."""
+    devices = [t.device for n in partition.saved if isinstance(t := n.meta.get("val"), torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

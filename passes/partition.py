@@ -137,12 +137,6 @@ class Partition:
             module.recompile()
 
 
-def device_of(partition: Partition) -> torch.device:
-    """The device of the saved tensors; the CPU if none is elsewhere."""
-    devices = [t.device for n in partition.saved if isinstance(t := n.meta.get("val"), torch.Tensor)]
-    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-
-
 Names = tuple[list[str], list[str]]  # the nodes of the forward, and of the backward
 
 

@@ -134,9 +134,10 @@ class Plan:
     """Everything that was decided for one partitioned graph. Each pass fills its fields; mappings are by slot.
 
     `graph`: the graph's name. `items`: the groups that can be offloaded, on the axis of nodes. `schedule`: where their
-    nodes go, on the same axis. `replay`: the predicted step, and `baseline` with everything kept, on that of operators.
-    Of a partition that recomputes more than PyTorch's own, `proposal` is the plan that asked for it, and `own` one of
-    PyTorch's own.
+    nodes go, on the same axis. `gone_by`: the events of the backward, by their positions in the schedule, at which
+    memory goes of what is written there only (`planner/copies.py`). `replay`: the predicted step, and `baseline` with
+    everything kept, on that of operators. Of a partition that recomputes more than PyTorch's own, `proposal` is the
+    plan that asked for it, and `own` one of PyTorch's own.
     """
 
     graph: str
@@ -149,6 +150,7 @@ class Plan:
     prices: MappingProxyType[int, Price] = field(default_factory=lambda: MappingProxyType({}))
     decisions: MappingProxyType[int, Decision] = field(default_factory=lambda: MappingProxyType({}))
     schedule: Schedule = EMPTY
+    gone_by: MappingProxyType[int, int] = field(default_factory=lambda: MappingProxyType({}))
     limits: Limits = Limits(math.inf, math.inf)
     replay: Replay | None = None
     baseline: Replay | None = None
@@ -257,7 +259,7 @@ class Plan:
 
     def undecided(self) -> Plan:
         """What the analyses found, with nothing decided."""
-        return self.with_(prices={}, decisions={}, schedule=EMPTY, replay=None, baseline=None)
+        return self.with_(prices={}, decisions={}, schedule=EMPTY, gone_by={}, replay=None, baseline=None)
 
     def with_(self, **changes: object) -> Plan:
         """A copy with some fields replaced; dictionaries become read-only."""

@@ -170,7 +170,7 @@ class Kernels:
         return inside
 
     def _inlined(self) -> Collection[int]:
-        """Which nodes Inductor does not write to memory, but computes inside their readers."""
+        """Which nodes Inductor does not write to memory, but computes inside their readers. Fills `early`."""
         inlined: dict[int, _Work] = {}
         again: dict[int, _Work] = {}  # what early readers compute
         for i, node in enumerate(self.nodes):
@@ -189,9 +189,8 @@ class Kernels:
             first = min((r for r in self._readers[i] if r in self.calls), default=None)
             if first is None:
                 inlined[i] = work
-            else:
-                self.early[i] = {r for r in self._readers[i] if r < first}
-                again[i] = work
+            elif early := {r for r in self._readers[i] if r < first}:
+                self.early[i], again[i] = early, work
         return inlined
 
     def _is_realized(self, i: int, work: _Work) -> bool:

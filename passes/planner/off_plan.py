@@ -11,14 +11,12 @@ slow.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from ssd_fx.passes.cost.machine import Machine
-from ssd_fx.passes.partition import Partition, device_of
-from ssd_fx.passes.plan import Plan, replay_of
 from ssd_fx.passes.planner.compare import fits
 from ssd_fx.passes.planner.place import FloatArray
 from ssd_fx.passes.planner.replay import replay
@@ -35,7 +33,7 @@ def held_to_its_limit(found: Replay, limit: float, machine: Machine, *, late: bo
     `late`: look at late writes too. Their tensors lie in the way of a backward that comes next, as that of a whole step
     does. What is predicted to be written in the backward only may still be there longer.
     """
-    room = _room(found, limit)
+    room = room_under(found, limit)
     if late and (blocking := _blocking(found, room)):
 
         def edit(i: int, trip: Trip) -> Trip:
@@ -44,7 +42,7 @@ def held_to_its_limit(found: Replay, limit: float, machine: Machine, *, late: bo
         waiting = replay(found.step, found.choices, found.schedule.edited(edit, found.step.items), machine)
         if fits(waiting, limit):  # stores whose releases block come first, which may move others
             found = waiting
-        room = _room(found, limit)
+        room = room_under(found, limit)
     strict = _strict(found, room)
     if not strict:
         return found
@@ -52,32 +50,7 @@ def held_to_its_limit(found: Replay, limit: float, machine: Machine, *, late: bo
     return replay(found.step, found.choices, schedule, machine)
 
 
-def gone_by(partition: Partition, plan: Plan) -> Mapping[int, int]:
-    """Where the memory goes of what is written in the backward only, if others need it: by slot the event of the
-    backward, as its position in the schedule.
-
-    That is as late as the limit allows, and not before it is to be written: a GPU's stream waits there for a copy that
-    is late. The host runs ahead of the device, and would see the end of no copy. Empty on the CPU, which has no stream.
-    """
-    if device_of(partition).type == "cpu":
-        return {}
-    found, events, gone = replay_of(plan), plan.schedule.backward, dict[int, int]()
-    step, places, room = found.step, [event.at for event in events], _room(found, plan.limits.memory)
-    for i in sorted(found.schedule, key=lambda i: found.writes[i][1], reverse=True):
-        trip, nbytes, own = found.schedule[i], step.nbytes[i], plan.schedule[step.slots[i]]
-        ended = bisect_left(found.starts, found.writes[i][1]) - 1  # the operator during which it is written
-        if trip.blocks or own.is_later or i in found.forwarded or ended < step.forward:
-            continue
-        until = _end_of_room(room, ended + 1, trip.load.at, nbytes)
-        room[ended + 1 : until] -= nbytes
-        first = bisect_right(places, step.nodes[ended][1])
-        event = max(first, bisect_right(places, step.nodes[until][0]) - 1)
-        if until < trip.load.at and event < events.index(own.load):
-            gone[own.slot] = event
-    return gone
-
-
-def _room(found: Replay, limit: float) -> FloatArray:
+def room_under(found: Replay, limit: float) -> FloatArray:
     """Bytes under the limit during every operator."""
     return limit - np.array(found.memory, dtype=np.float64)
 
@@ -93,7 +66,7 @@ def _blocking(found: Replay, room: FloatArray) -> Mapping[int, int]:
     for i in sorted(handed_over, key=lambda i: found.writes[i][1], reverse=True):
         trip = found.schedule[i]
         gone = max(trip.release.at, bisect_left(found.starts, found.writes[i][1]) - 1)
-        until = _end_of_room(room, gone + 1, trip.load.at, step.nbytes[i])
+        until = end_of_room(room, gone + 1, trip.load.at, step.nbytes[i])
         if until < trip.load.at and gone < step.forward:
             until = min(until, step.forward)
             blocking[i] = until - 1
@@ -101,7 +74,7 @@ def _blocking(found: Replay, room: FloatArray) -> Mapping[int, int]:
     return blocking
 
 
-def _end_of_room(room: FloatArray, begin: int, end: int, nbytes: int) -> int:
+def end_of_room(room: FloatArray, begin: int, end: int, nbytes: int) -> int:
     """The first operator from `begin` on that has no room for so many bytes; `end` if all before that have."""
     short = np.flatnonzero(room[begin:end] < nbytes)
     return begin + int(short[0]) if len(short) else end
@@ -115,7 +88,7 @@ def _strict(found: Replay, room: FloatArray) -> Collection[int]:
         early, nbytes = loads[max(0, k - LOADS_AHEAD)].at, found.step.nbytes[load.slot]
         if load.flag or load.slot not in found.reads:
             continue
-        if _end_of_room(room, early, load.at, nbytes) < load.at:
+        if end_of_room(room, early, load.at, nbytes) < load.at:
             strict.add(load.slot)
         else:
             room[early : load.at] -= nbytes

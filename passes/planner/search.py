@@ -53,7 +53,7 @@ class Search(Trials):
         self.allowed = [_allowed(item) for item in step.items]
         self.preferred = [_preferred(item) for item in step.items]
         self.must = least_bytes(step, self.limit, self.share_bytes)
-        self.least_s = (1 + ENOUGH) * lower_bound(step, self.machine, self.limit, self.share_bytes)
+        self.near_s = (1 + ENOUGH) * lower_bound(step, self.machine, self.limit, self.share_bytes)
 
     @property
     def is_small(self) -> bool:
@@ -232,7 +232,7 @@ class Search(Trials):
             return False
         if self.best.seconds <= self.enough_s:
             return True
-        fast = self.best.seconds <= self.least_s or not (loses_time(self.best) or self._dear_transfers())
+        fast = self.best.seconds <= self.near_s or not (loses_time(self.best) or self._dear_transfers())
         gone = sum(self.step.nbytes[i] for i, trip in self.best.schedule.items() if trip.tier == "ssd")
         return fast and gone <= 1.01 * max(self.must - self.step.host_budget, 0)
 

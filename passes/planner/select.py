@@ -7,7 +7,6 @@ backward   [load] ... [wait] first use
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -22,12 +21,13 @@ from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Decision, Keep, Offload, Plan, Recompute, replay_of
 from ssd_fx.passes.planner.budget import AUTO, Budget, solve_for
+from ssd_fx.passes.planner.copies import begin_later, gone_by, in_order
 from ssd_fx.passes.planner.off_plan import held_to_its_limit
 from ssd_fx.passes.planner.place import free_bytes
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.planner.step import computed_again, model
-from ssd_fx.passes.schedule import EMPTY, Replay, Schedule, Trip
+from ssd_fx.passes.schedule import EMPTY, Schedule, Trip
 
 LISTED = 3  # groups that an error names
 
@@ -42,7 +42,7 @@ def select(
     host_tier: bool,
     quick: bool,
 ) -> Plan:
-    """Fill `plan.decisions`, `plan.schedule`, `plan.limits`, `plan.replay` and `plan.baseline`.
+    """Fill `plan.decisions`, `plan.schedule`, `plan.gone_by`, `plan.limits`, `plan.replay` and `plan.baseline`.
 
     `budget`: a share, bytes, 0 or "auto" (`planner/budget.py`), or limits. Groups under `options.min_bytes` and those
     with an obstacle are kept. Those with a price may be recomputed. Marks come before all that. A group that only
@@ -73,14 +73,15 @@ def select(
     )
     if options.budget != AUTO:
         found = held_to_its_limit(found, at.memory, machine, late=partition.is_whole_step)
-    later = _later(plan, found, options) if host_tier else set()
-    schedule = _in_order(found) if options.copies_only and host_tier else found.schedule
+    schedule = in_order(found) if options.copies_only and host_tier else found.schedule
+    nodes = _of_nodes(plan, step, schedule, begin_later(plan, found, options) if host_tier else ())
     chosen = dict(zip(step.slots, found.choices, strict=True))
     tiers = {step.slots[i]: trip.tier for i, trip in schedule.items()} if host_budget else {}
     gone = {g.slot: Offload(tiers.get(g.slot, ""), _binds(plan, g)) for g in plan.groups}
     return plan.with_(
         decisions={g.slot: _decision(plan, g, chosen.get(g.slot), min_bytes, gone[g.slot]) for g in plan.groups},
-        schedule=_of_nodes(plan, step, schedule, later),
+        schedule=nodes,
+        gone_by=gone_by(found, nodes, at.memory) if host_tier else {},
         limits=replace(
             at,
             resident=options.host_budget - host_budget,  # all of it where host memory is no tier
@@ -94,7 +95,7 @@ def select(
 def with_nodes(partition: Partition, plan: Plan) -> Plan:
     """The plan with the bytes alive as they are once our nodes stand in the graphs, where they cut C++ functions.
 
-    That is at most as much as without them, which is where the search knows no place of theirs.
+    These are never more than the search counts, which does not know yet where our nodes will stand.
     """
     found = replay_of(plan)
     choices = dict.fromkeys(plan.items, frozenset({Choice.KEEP}))
@@ -111,23 +112,6 @@ def over(partition: Partition, plan: Plan, limit: float, options: PlanOptions) -
     step = model(partition, plan, allowed)
     gone = [Choice.KEEP if item.choices == {Choice.KEEP} else Choice.OFFLOAD for item in step.items]
     return computed_again(partition, [step.nodes[p] for p in np.flatnonzero(free_bytes(step, gone, limit) < 0)])
-
-
-def _later(plan: Plan, found: Replay, options: PlanOptions) -> set[int]:
-    """The slots of what would be copied to host memory in vain: its load comes before the copy has ended.
-
-    Its memory is never free within the step. A copy in a stream cannot be cut short, as a write to a drive can. So it
-    begins only if another forward comes before the backward. A mark that binds is obeyed at once. Floats under a lossy
-    codec are encoded at once, lest their bits depend on other forwards.
-    """
-    groups = {g.slot: g for g in plan.groups}
-    later = set()
-    for i in found.forwarded:
-        slot, is_copied = found.step.slots[i], options.copies_only or found.schedule[i].tier == "host"
-        lossy = options.lossy and groups[slot].stored.dtype.is_floating_point
-        if is_copied and not lossy and Choice.KEEP in found.step.items[i].choices:
-            later.add(slot)
-    return later
 
 
 def _check_room(plan: Plan, budget: int, min_bytes: int) -> None:
@@ -204,24 +188,6 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
         case Choice.RECOMPUTE:
             return Recompute(plan.prices[group.slot].nodes)
     assert_never(chosen)
-
-
-def _in_order(found: Replay) -> Schedule:
-    """The schedule, with the releases where the copies are to have ended in the forward.
-
-    A device's memory goes back in the order of its stream, which waits there for a copy that is late. The host runs far
-    ahead: without such a release it would find most copies under way, and hold their tensors. This is for copies only,
-    which nobody but the stream waits for. The host would wait for a drive, and so for what finds no room in host memory
-    before one. Copies that end in the backward have no release there: see `off_plan.gone_by`.
-    """
-
-    def edit(i: int, trip: Trip) -> Trip:
-        ended = bisect_left(found.starts, found.writes[i][1]) - 1
-        if i in found.forwarded or trip.blocks or ended >= found.step.forward:
-            return trip
-        return trip.moved(release=max(trip.release.at, ended), block=True)
-
-    return found.schedule.edited(edit, found.step.items)
 
 
 def _of_nodes(plan: Plan, step: Step, schedule: Schedule, later: Collection[int]) -> Schedule:

@@ -19,7 +19,7 @@ from torch import fx
 
 from ssd_fx.passes.axis import Choice, Item, Shared, Step
 from ssd_fx.passes.cost.footprint import Buffers, both_buffers
-from ssd_fx.passes.cost.kernels import both_kernels
+from ssd_fx.passes.cost.kernels import Kernels, both_kernels
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of
 from ssd_fx.passes.plan import Plan
 from ssd_fx.passes.schedule import EMPTY, Schedule
@@ -145,15 +145,18 @@ class _Modelling:
         """Bytes alive during every node of both graphs that are no group's: transients, gradients, outputs, and what
         has an obstacle."""
         forward, backward = self.partition.once(both_buffers)
-        made = self._made_at(forward) if self.schedule else {}
+        kernels, _ = self.partition.once(both_kernels)
+        # our nodes stand behind the kernel that makes the tensor, which may run later than the graph has it
+        made = {slot: kernels.at[maker] for slot, maker in self._makers(kernels).items()}
         stored = sorted(max(event.at, made.get(event.slot, 0)) + 1 for event in self.schedule.forward)
         loaded = [event.at - self.behind for event in self.schedule.backward]
         return self._forward_base(forward.cut(stored)), self._backward_base(backward.cut(loaded))
 
-    def _made_at(self, buffers: Buffers) -> dict[int, int]:
-        """By slot where the kernel runs that makes a group: our nodes stand behind it."""
-        nodes = {n.name: n for n in self.partition.forward.graph.nodes}
-        return {g.slot: buffers.first.get(storage_of(nodes[g.base]) or 0, 0) for g in self.plan.groups}
+    def _makers(self, kernels: Kernels) -> dict[int, int]:
+        """By slot the node whose kernel writes the group."""
+        storages = {n.name: storage_of(n) for n in kernels.nodes}
+        makers = {g.slot: kernels.maker.get(storages[g.base] or 0) for g in self.plan.groups}
+        return {slot: maker for slot, maker in makers.items() if maker is not None}
 
     def _forward_base(self, buffers: Buffers) -> list[int]:
         graph = self.partition.forward.graph
@@ -173,13 +176,11 @@ class _Modelling:
         it writes counts from its place on.
         """
         kernels, _ = self.partition.once(both_kernels)
-        nodes = {n.name: n for n in kernels.nodes}
         made: dict[int, list[Item]] = {}  # by the kernel that makes them
-        for group in self.plan.groups:
-            item, maker = self.plan.items.get(group.slot), kernels.maker.get(storage_of(nodes[group.base]) or 0)
-            if item is not None and maker in kernels.kernel and maker not in kernels.calls:
-                made.setdefault(kernels.kernel[maker], []).append(item)
-        change = [0] * (len(nodes) + 1)
+        for slot, maker in self._makers(kernels).items():
+            if slot in self.plan.items and maker in kernels.kernel and maker not in kernels.calls:
+                made.setdefault(kernels.kernel[maker], []).append(self.plan.items[slot])
+        change = [0] * (len(kernels.nodes) + 1)
         for kernel, items in made.items():
             place = kernels.at[kernel]
             first = min(place, *(item.produced for item in items))

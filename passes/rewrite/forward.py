@@ -15,7 +15,6 @@ from ssd_fx.passes.alias.channels import is_laid_out
 from ssd_fx.passes.groups import AliasGroup, Member
 from ssd_fx.passes.partition import NOT_CHECKED, STORED, Partition
 from ssd_fx.passes.plan import Offload, Plan
-from ssd_fx.passes.planner.off_plan import gone_by
 from ssd_fx.passes.rewrite import rebuild
 from ssd_fx.passes.schedule import STORE, Event
 
@@ -41,7 +40,6 @@ class ForwardWriter:
         self.stored: dict[int, fx.Node] = {}
         self.handles: dict[int, fx.Node] = {}
         self.replacements: dict[str, fx.Node] = {}
-        self.gone_by = gone_by(partition, plan)
         self.fake_mode = rebuild.fake_mode(self.graph)
         self.sizes = rebuild.Sizes(self.graph)
 
@@ -62,10 +60,10 @@ class ForwardWriter:
             self.sizes.prepare(totals)
             # Here and not at the stores: a size may be read off an input, which could be released by then.
             self.sizes.prepare(i for g in self.plan.offloaded for shape in self._named_shapes(g) for i in shape)
-            about: list[Argument] = [self.about] if self.about else []
-            if device.type != "cpu" and (inflight := self.plan.inflight_bytes):
-                about = [self.about, inflight]
-            args = (token, self.config, self.plan.graph, *self.sizes.of(totals), *about)
+            optional: list[Argument] = [self.about] if self.about else []
+            if device.type != "cpu" and (inflight := self.plan.inflight_bytes):  # a host does not run ahead of itself
+                optional = [self.about, inflight]
+            args = (token, self.config, self.plan.graph, *self.sizes.of(totals), *optional)
             begin = self.graph.call_function(ops.begin_.default, args)
             begin.meta["val"] = None
 
@@ -118,7 +116,8 @@ class ForwardWriter:
 
     def _release(self, group: AliasGroup, event: Event, seq: int) -> None:
         hand_over = True  # the lowering makes it False where the generated code cannot drop its reference
-        optional: list[Argument] = [self.gone_by[group.slot]] if group.slot in self.gone_by else []
+        gone_by = self.plan.gone_by.get(group.slot)
+        optional: list[Argument] = [] if gone_by is None else [gone_by]
         args = (self.handles[group.slot], self.stored[group.slot], seq, hand_over, event.flag, *optional)
         node = self.graph.call_function(ops.wait_store_.default, args)
         node.meta["val"] = None

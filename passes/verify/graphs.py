@@ -28,7 +28,6 @@ from ssd_fx.passes.partition import (
     written,
 )
 from ssd_fx.passes.plan import Offload, Plan
-from ssd_fx.passes.planner.off_plan import gone_by
 from ssd_fx.passes.schedule import LOAD, RELEASE, STORE, WAIT, Event, Kind
 from ssd_fx.passes.verify.errors import require
 from ssd_fx.passes.verify.interface import Before
@@ -110,7 +109,6 @@ def _verify_forward(partition: Partition, plan: Plan, ours: Mapping[tuple[Kind, 
     nodes = list(partition.forward.graph.nodes)
     position, by_storage = {n: i for i, n in enumerate(nodes)}, nodes_by_storage(nodes)
     saved, outputs = Counter(partition.saved), set(partition.caller_outputs)
-    going = gone_by(partition, plan)
     for slot in plan.schedule:
         store, release, given = ours[STORE, slot], ours[RELEASE, slot], arguments_of(ours[STORE, slot])
         require(saved[store] == 1, f"the handle {store.name!r} is not saved", "insert", partition.fwd_output)
@@ -119,7 +117,7 @@ def _verify_forward(partition: Partition, plan: Plan, ours: Mapping[tuple[Kind, 
         require(planned == Offload(tier, binding), text, "insert", store)
         text = f"release of {store.name!r} holds another tensor than was stored"
         require(release.args[1] is store.args[0], text, "insert", release)
-        said, goes = arguments_of(release)["gone_by"], going.get(slot, -1)
+        said, goes = arguments_of(release)["gone_by"], plan.gone_by.get(slot, -1)
         text = f"release of {store.name!r} says gone_by={said}, and the plan says {goes}"
         require(said == goes, text, "insert", release)
         key = storage_of(release.args[1])  # type: ignore[arg-type]

@@ -26,7 +26,8 @@ _Key = tuple[int, str]
 @dataclass(eq=False, slots=True)
 class Run:
     """The `number`-th forward of its step. `waiting`: the entries not asked for yet, by slot. `asked`: the slots that
-    were, in order. `going`: what goes at a node of the backward: its `seq`, a number, and the entry."""
+    were, in order. `going`: entries that go at a node of the backward: its `seq`, what tells equal ones apart, the
+    entry."""
 
     graph: str
     number: int

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ssd_fx.passes.cost.operators import hint
-from ssd_fx.passes.decide import machine_of
+from ssd_fx.passes.decide import device_of, machine_of
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import enclosing, source_line
 from ssd_fx.passes.options import PlanOptions
-from ssd_fx.passes.partition import Partition, device_of, nodes_by_storage, storage_of
+from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of
 from ssd_fx.passes.plan import Keep, Offload, Plan, replay_of
 from ssd_fx.passes.schedule import Replay
 from ssd_fx.report.model import GraphReport, GroupRow, Times

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,10 +21,9 @@ from ssd_fx.passes import decide, pipeline
 from ssd_fx.passes.axis import Choice, Item, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.partition import Partition, arguments_of, node_names
-from ssd_fx.passes.plan import Limits, Offload, Plan, replay_of
-from ssd_fx.passes.planner import off_plan
+from ssd_fx.passes.plan import Offload, Plan, replay_of
+from ssd_fx.passes.planner.copies import gone_by, in_order
 from ssd_fx.passes.planner.replay import replay
-from ssd_fx.passes.planner.select import _in_order
 from ssd_fx.passes.planner.solve import solve
 from ssd_fx.passes.schedule import Replay, Schedule, Trip
 from ssd_fx.passes.verify.errors import VerifyError
@@ -432,51 +431,38 @@ def test_what_one_forward_keeps_for_a_quick_backward_does_not_add_up(
     assert max(held) < 2 * held[0] + (256 << 10)
 
 
-def test_releases_of_copies_stand_where_the_copies_end() -> None:
-    """A device's stream waits there. What ends in the backward, or is needed before, is released as before."""
-    soon, late, in_vain, blocking = trips = [Trip.of(i, 0, 0, 5, 5, block=i == 3) for i in range(4)]
-    step = Step((1.0,) * 6, (0,) * 6, 3, (Item(8, 0, 0, 5, 5),) * 4)
-    found = Replay(
+def copied(trips: Sequence[Trip], writes: Mapping[int, tuple[float, float]]) -> Replay:
+    """Six operators of a second each, half of them the forward's. The third item is read before its copy has ended."""
+    count, places = len(trips), tuple((i, i) for i in range(6))
+    step = Step((1.0,) * 6, (0,) * 6, 3, (Item(8, 0, 0, 5, 5),) * count, slots=tuple(range(count)), nodes=places)
+    return Replay(
         step=step,
-        choices=(Choice.OFFLOAD,) * 4,
-        schedule=Schedule(trips, step.items),
-        seconds=6.0,
-        memory=(0,) * 6,
-        starts=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
-        writes={0: (0.5, 1.5), 1: (3.5, 4.5), 2: (0.5, 1.5), 3: (0.5, 1.5)},
-        forwarded={2},
-    )
-    assert dict(_in_order(found)) == {0: soon.moved(release=1, block=True), 1: late, 2: in_vain, 3: blocking}
-
-
-@pytest.mark.parametrize(("room", "gone"), [(7, {1: 2, 5: 2}), (8, {5: 2}), (16, {})])
-def test_what_is_written_in_the_backward_goes_where_memory_is_short(
-    monkeypatch: pytest.MonkeyPatch, room: int, gone: dict[int, int]
-) -> None:
-    """At the next event behind its write, of others. What the forward is rid of, what is in vain, what blocks and what
-    begins later have nothing to wait for."""
-    soon, late, in_vain, blocking = (Trip.of(i, 0, 0, 5, 5, block=i == 3) for i in range(4))
-    early, next_one, later = Trip.of(4, 0, 0, 3, 3), Trip.of(5, 0, 0, 5, 5), Trip.of(6, 0, 0, 5, 5, later=True)
-    trips = (soon, late, in_vain, blocking, early, next_one, later)
-    step = Step((1.0,) * 6, (0,) * 6, 3, (Item(8, 0, 0, 5, 5),) * 7, slots=tuple(range(7)), nodes=_places(6))
-    found = Replay(
-        step=step,
-        choices=(Choice.OFFLOAD,) * 7,
+        choices=(Choice.OFFLOAD,) * count,
         schedule=Schedule(trips, step.items),
         seconds=6.0,
         memory=(0,) * 6,
         starts=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
         ends=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
-        writes=dict.fromkeys((0, 2, 3), (0.5, 1.5)) | {1: (3.5, 4.0), 4: (1.0, 2.0), 5: (3.0, 3.5), 6: (4.0, 4.2)},
+        writes=writes,
         forwarded={2},
     )
-    plan = Plan("g", schedule=found.schedule, replay=found, limits=Limits(room, 0))
-    slots = [event.slot for event in plan.schedule.backward]
-    assert slots == [4, 4, 0, 1, 2, 3, 5, 6, 0, 1, 2, 3, 5, 6]
-    monkeypatch.setattr(off_plan, "device_of", lambda partition: torch.device("meta"))
-    assert off_plan.gone_by(mock.Mock(), plan) == gone
+
+
+def test_releases_of_copies_stand_where_the_copies_end() -> None:
+    """A device's stream waits there. What ends in the backward, or is needed before, is released as before."""
+    soon, late, in_vain, blocking = trips = [Trip.of(i, 0, 0, 5, 5, block=i == 3) for i in range(4)]
+    found = copied(trips, dict.fromkeys((0, 2, 3), (0.5, 1.5)) | {1: (3.5, 4.5)})
+    assert dict(in_order(found)) == {0: soon.moved(release=1, block=True), 1: late, 2: in_vain, 3: blocking}
+
+
+@pytest.mark.parametrize(("limit", "gone"), [(7, {1: 2, 5: 2}), (8, {5: 2}), (16, {})])
+def test_what_is_written_in_the_backward_goes_where_memory_is_short(limit: int, gone: dict[int, int]) -> None:
+    """At the next event behind its write, of others. What the forward is rid of, what is in vain, what blocks and what
+    begins later have nothing to wait for."""
+    trips = [Trip.of(i, 0, 0, *((3, 3) if i == 4 else (5, 5)), block=i == 3, later=i == 6) for i in range(7)]
+    written_late = {1: (3.5, 4.0), 4: (1.0, 2.0), 5: (3.0, 3.5), 6: (4.0, 4.2)}
+    found = copied(trips, dict.fromkeys((0, 2, 3), (0.5, 1.5)) | written_late)
+    assert [event.slot for event in found.schedule.backward] == [4, 4, 0, 1, 2, 3, 5, 6, 0, 1, 2, 3, 5, 6]
+    assert gone_by(found, found.schedule, limit) == gone
+    plan = Plan("g", schedule=found.schedule, replay=found)
     assert plan.inflight_bytes == 6 * 8  # but for what begins later
-
-
-def _places(count: int) -> tuple[tuple[int, int], ...]:
-    return tuple((i, i) for i in range(count))
