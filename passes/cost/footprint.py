@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ssd_fx.passes.cost.kernels import Kernels, both_kernels, is_on_cpu
+from ssd_fx.passes.cost.operators import SCATTERS, operator_of
 from ssd_fx.passes.cost.strides import Strides
 from ssd_fx.passes.cost.workspace import workspace_bytes
 from ssd_fx.passes.partition import Partition, storage_key, tensors_of
@@ -147,28 +148,35 @@ def _in_place(
     donated: Collection[str],
 ) -> dict[int, int]:
     """What a loop writes over an input of the same size and dtype that dies there, and that it reads in the order of
-    what it writes. Other loops of the same kernel may read that too, if the loop reads what they make of it.
+    what it writes. Other loops of the same kernel may read that too, if the loop reads what they make of it. No loop
+    writes over what a scatter has made, which wrote over its own operand (`decide_inplace_update`, torch 2.13).
 
     `ends`: the loops that read a buffer last; those that became one kernel count each.
     """
+    scatters = {i: _operand(kernels, i) for i, node in enumerate(kernels.nodes) if operator_of(node) in SCATTERS}
     makers: dict[int, list[int]] = {}  # what each loop writes
     for key, i in kernels.maker.items():
-        if kernels.computes[i] and i not in kernels.calls and nbytes[key]:
+        if kernels.computes[i] and (i not in kernels.calls or i in scatters) and nbytes[key]:
             makers.setdefault(i, []).append(key)
     taken: dict[int, int] = {}
     for key, i in kernels.maker.items():
-        if kernels.nodes[i].op == "placeholder" and kernels.nodes[i].name not in donated:
+        if i in scatters or (kernels.nodes[i].op == "placeholder" and kernels.nodes[i].name not in donated):
             continue
         readers = ends.get(key, set()) - {i}
         if not readers or not all(key in strides.read_in_order(k) for k in readers):
             continue
-        for reader in readers & makers.keys():
+        for reader in (k for k in readers & makers.keys() if key in scatters.get(k, {key})):
             alike = (k for k in makers[reader] if k not in taken and _are_alike(kernels, key, k, nbytes))
             result = next(alike, None)
             if result is not None and kernels.comes_behind(reader, readers):
                 taken[result] = key
                 break
     return taken
+
+
+def _operand(kernels: Kernels, i: int) -> Collection[int]:
+    """The storages of a node's first operand."""
+    return kernels.storages[kernels.index[kernels.nodes[i].args[0]]].keys()
 
 
 def _are_alike(kernels: Kernels, a: int, b: int, nbytes: Mapping[int, int]) -> bool:

@@ -85,8 +85,8 @@ class Kernels:
         self._running = running_sums(self.nodes)
         mms = {i: self.index[mm] for i, n in enumerate(self.nodes) if (mm := addmm(n, n in self._running)) is not None}
         self.calls = {i for i, n in enumerate(self.nodes) if is_extern(n)} | mms.keys()
-        self.early: dict[int, set[int]] = {}
-        self.inside = self._inside({mm: add for add, mm in mms.items()})
+        inlined, self.early = self._inlined()
+        self.inside = self._inside(inlined, {mm: add for add, mm in mms.items()})
         makers = [i for i in range(len(self.nodes)) if self._makes(i) and i in self.inside[i]]
         self.maker = {key: i for i in reversed(makers) for key in self.storages[i]}
         self.reads = [self._reads(i) if computed else {} for i, computed in enumerate(self.computes)]
@@ -157,8 +157,7 @@ class Kernels:
             for source in self._sources[i]:
                 self._readers[source].append(i)
 
-    def _inside(self, addmms: dict[int, int]) -> list[Collection[int]]:
-        inlined = self._inlined()
+    def _inside(self, inlined: Collection[int], addmms: dict[int, int]) -> list[Collection[int]]:
         inside: list[Collection[int]] = [(i,) for i in range(len(self.nodes))]
         for i in reversed(range(len(self.nodes))):
             if i in addmms:
@@ -169,9 +168,10 @@ class Kernels:
                 inside[i] = {i}.union(*(inside[r] for r in self.early[i]))
         return inside
 
-    def _inlined(self) -> Collection[int]:
-        """Which nodes Inductor does not write to memory, but computes inside their readers. Fills `early`."""
+    def _inlined(self) -> tuple[Collection[int], dict[int, set[int]]]:
+        """Which nodes Inductor does not write to memory, but computes inside their readers; and `early`."""
         inlined: dict[int, _Work] = {}
+        early: dict[int, set[int]] = {}
         again: dict[int, _Work] = {}  # what early readers compute
         for i, node in enumerate(self.nodes):
             if not self.computes[i] or not is_inlined(node) or i in self.calls:
@@ -180,18 +180,18 @@ class Kernels:
             for source in self._sources[i]:
                 if source in inlined:
                     work.add(inlined[source])
-                elif i in self.early.get(source, ()):
+                elif i in early.get(source, ()):
                     work.add(again[source])
                 else:
                     work.reads.add(source)
             if self._is_realized(i, work):
                 continue
-            first = min((r for r in self._readers[i] if r in self.calls), default=None)
+            first = min((r for r in self._readers[i] if r in self.calls or self._is_output(r)), default=None)
             if first is None:
                 inlined[i] = work
-            elif early := {r for r in self._readers[i] if r < first}:
-                self.early[i], again[i] = early, work
-        return inlined
+            elif before := {r for r in self._readers[i] if r < first}:
+                early[i], again[i] = before, work
+        return inlined, early
 
     def _is_realized(self, i: int, work: _Work) -> bool:
         """Whether Inductor writes a node to memory at once: running sums, because we tell it to, and by its own rules
@@ -199,15 +199,21 @@ class Kernels:
         several readers would have to compute again at too great a cost (`should_realize_on_reuse`, and thresholds in
         its configuration, torch 2.13). It counts operations, of which a node has about two.
 
-        What a call reads through a view is written when Inductor comes to that call."""
+        What a call reads through a view is written when Inductor comes to that call; an output that reads nothing,
+        such as indices, at the end (`delay_realize_cheap_outputs`). Until then readers compute it themselves."""
         node, readers = self.nodes[i], self._readers[i]
         most_reads, most_operations = (12, 25) if is_on_cpu(self.nodes[i]) else (8, 15)
-        is_seen = any(self.nodes[r] in node.users if r in self.calls else self.nodes[r].op == "output" for r in readers)
-        is_seen |= i in self._strided or self.nodes[i] in self._running
+        called = any(r in self.calls and self.nodes[r] in node.users for r in readers)
+        late = not work.reads and getattr(config, "delay_realize_cheap_outputs", False)  # torch 2.11 has no such option
+        returned = not late and any(map(self._is_output, readers))
+        is_seen = called or returned or i in self._strided or node in self._running
         if is_seen or len(work.reads) > most_reads:
             return True
         too_long = len(work.reads) > config.realize_reads_threshold or work.operations > most_operations
         return len(readers) > 1 and (too_long or work.heavy)
+
+    def _is_output(self, i: int) -> bool:
+        return bool(self.nodes[i].op == "output")
 
     def is_read(self, key: int, i: int) -> bool:
         """Whether a node that has a storage for an input reads it: somebody writes it, and the node does not compute it
@@ -231,12 +237,13 @@ class Kernels:
         for i, loop in loops.items():
             loop.again, loop.running = RECOMPUTED in self.nodes[i].meta, self.nodes[i] in self._running
         shapes = {i: _shape(self.nodes[i]) for i in makers if i not in self.calls}
+        goes_by_rows = {i for i in shapes if 0 not in summed(self.nodes[i])}
         for i in (i for i, computed in enumerate(self.computes) if computed):
             rows = _rows(self.nodes[i])
             for k in self.inside[i]:
                 if k in loops:
                     loops[k].reads |= {key: nbytes for key, nbytes in self.reads[i].items() if self.maker[key] != k}
-                if k in shapes and rows is not None and rows.elements == shapes[k].elements:
+                if k in goes_by_rows and rows is not None and rows.elements == shapes[k].elements:
                     shapes[k] = replace(shapes[k], outer=min(shapes[k].outer, rows.outer))
         for k, loop in loops.items():
             loop.space = shapes.get(k)
@@ -294,12 +301,22 @@ def _outer(tensor: torch.Tensor, sizes: list[float]) -> int:
 
 def _sums_columns(node: fx.Node) -> bool:
     """Whether a reduction is over the rows of a matrix, and these are many for so few columns."""
-    given, over = tensor_of(node.all_input_nodes[0]), node.args[1] if len(node.args) > 1 else None
-    if given is None or not isinstance(over, (list, tuple)) or not over:
+    given, dims = tensor_of(node.all_input_nodes[0]), summed(node)
+    if given is None or given.ndim - 1 in dims:
         return False
-    dims = {d % max(given.ndim, 1) for d in over}
     rows = math.prod(hint(given.shape[d]) for d in dims)
-    return given.ndim - 1 not in dims and rows >= MANY_ROWS and count(given) / rows <= FEW_COLUMNS
+    return rows >= MANY_ROWS and count(given) / rows <= FEW_COLUMNS
+
+
+def summed(node: fx.Node) -> Collection[int]:
+    """The dimensions of its input that a reduction reduces; none if the node is no reduction."""
+    given = tensor_of(node.all_input_nodes[0]) if operator_of(node) in REDUCTIONS else None
+    if given is None:
+        return ()
+    over = node.args[1] if len(node.args) > 1 else None
+    if isinstance(over, int):
+        over = [over]
+    return {d % max(given.ndim, 1) for d in over} if isinstance(over, (list, tuple)) and over else range(given.ndim)
 
 
 def is_on_cpu(node: fx.Node) -> bool:

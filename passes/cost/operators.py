@@ -36,6 +36,14 @@ REDUCTIONS = frozenset(
 # A loop of its own: neither inlined into readers nor a library call.
 LOOPS = REDUCTIONS | {prims.inductor_random, aten._unsafe_masked_index_put_accumulate}
 
+# What writes into a copy of its first operand, as scattered sums do.
+SCATTERS = frozenset(
+    {
+        aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_put, aten._unsafe_index_put,
+        aten._unsafe_masked_index_put_accumulate,
+    }
+)  # fmt: skip
+
 # What Inductor on the CPU writes to memory rather than compute it twice (`should_realize_on_reuse`, torch 2.13).
 HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh})
 

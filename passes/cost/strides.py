@@ -11,7 +11,7 @@ import math
 import torch
 from torch import fx
 
-from ssd_fx.passes.cost.kernels import Kernels
+from ssd_fx.passes.cost.kernels import Kernels, summed
 from ssd_fx.passes.cost.operators import REDUCTIONS, hint, operator_of
 from ssd_fx.passes.groups import channels_last_strides
 from ssd_fx.passes.partition import arguments_of, tensor_of
@@ -144,11 +144,10 @@ def _size(node: fx.Node) -> list[float]:
 def _sums_rows(given: torch.Tensor, node: fx.Node) -> bool:
     """Whether a reduction is over whole rows of a contiguous tensor."""
     size, stride = _hints(given)
-    over = node.args[1] if len(node.args) > 1 else None
-    dims = sorted(d % max(given.ndim, 1) for d in over) if isinstance(over, (list, tuple)) else range(given.ndim)
+    dims = sorted(summed(node))
     rows = [math.prod(size[d + 1 :]) for d in range(given.ndim)]
     is_contiguous = all(a == b for a, b, n in zip(stride, rows, size, strict=True) if n != 1)
-    return is_contiguous and list(dims) == list(range(given.ndim - len(dims), given.ndim))
+    return is_contiguous and dims == list(range(given.ndim - len(dims), given.ndim))
 
 
 def _hints(tensor: torch.Tensor) -> tuple[list[float], list[float]]:

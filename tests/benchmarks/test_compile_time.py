@@ -23,7 +23,7 @@ from ssd_fx.passes.verify.plan import verify_plan
 
 
 def functions() -> list[object]:
-    from_partitioner = (partitioner.Partitioner.__call__, recompute.min_cut_rematerialization_partition)
+    from_partitioner = (partitioner.Partitioner.__call__, recompute.Joint._cut)
     from_pipeline = (decide.analyses, decide.decisions, proposals.decide, pipeline.insert, decide.fingerprint)
     return [*from_partitioner, *from_pipeline, verify_plan, verify_graphs, order.PinOrder.__call__]
 
@@ -49,7 +49,7 @@ def test_every_pass_is_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> No
     plan = plan_options(Config.make(options), torch.device("cpu"))
     decisions = decide.decisions(plan, machine, 0, priced=False, saved=(), host_tier=False, quick=False)
     passes = [module_name(each) for each in decide.analyses(plan, machine) + decisions]
-    timed = [growth.PARTITION, "name", passes[0], "verify", *passes[1:], "insert", growth.PLANNING]
+    timed = [growth.FIRST_CUT, "name", passes[0], "verify", *passes[1:], "insert", growth.PLANNING]
     assert list(clock.seconds) == list(clock.cpu) == timed
     parts = [seconds for name, seconds in clock.seconds.items() if name != growth.PLANNING]
     assert sum(parts) <= clock.seconds[growth.PLANNING]

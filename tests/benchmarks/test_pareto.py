@@ -22,6 +22,8 @@ from frontier import GIB, At, Case
 from rivals import KEEP, SIZES, Rival, Sizes, in_pairs, made, per_layer, rivals
 from torch import nn
 
+from ssd_fx.passes.plan import Limits
+from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.rivals import BUDGETED, CHECKPOINT
 from tests.bitwise import assert_same_bits
 
@@ -154,6 +156,24 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(pareto, "of_rival", of_rival)
     monkeypatch.setattr(pareto, "ours", ours)
     return asked
+
+
+def test_nodes_of_ours_may_lower_a_peak_under_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted once a plan is made. Here they lower each peak by 30 B, and no limit under 1000 B is planned."""
+
+    def decide(joint: object, own: object, options: object, budgets: Sequence[Limits]) -> list[tuple[None, Limits]]:
+        tightest = min(budget.memory for budget in budgets)
+        if tightest < 1000:
+            raise BudgetError(tightest, 1000)
+        return [(None, budget) for budget in budgets]
+
+    monkeypatch.setattr(forecasts, "cut", lambda joint, options: None)
+    monkeypatch.setattr(forecasts, "decide_for_all", decide)
+    monkeypatch.setattr(Figure, "of", lambda plan: Figure(round(plan.memory) - 30, 1.0, 0))
+    budgets = [forecasts.limit(nbytes) for nbytes in (980, 960, 2000)]
+    joint: Any = None
+    found = forecasts.planned_at(budgets, joint, joint)
+    assert [each and each.peak_bytes for each in found] == [970, None, 1970]
 
 
 def test_a_second_run_goes_on(counted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

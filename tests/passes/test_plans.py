@@ -68,12 +68,12 @@ def test_multi_output() -> None:
     check(
         toys.multi_output,
         """\
-mm         256 B  offload  store>mm release>getitem_2 load<native_layer_norm_backward wait<native_layer_norm_backward   [mm]
-getitem_1   32 B  offload  store>getitem_2 release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_1]
-getitem_2   32 B  offload  store>getitem_2 release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [getitem_2]
-getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                            [getitem_3]
-getitem_4  256 B  offload  store>getitem_4 release>t_6 load<expand wait<scatter                                         [getitem_4]
-mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                                  [mm_1]""",
+mm         256 B  offload  store>mm release>getitem_2 load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
+getitem_1   32 B  offload  store>getitem_2 release>t_6 load<new_zeros wait<native_layer_norm_backward                  [getitem_1]
+getitem_2   32 B  offload  store>getitem_2 release>t_6 load<scatter wait<native_layer_norm_backward                    [getitem_2]
+getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                           [getitem_3]
+getitem_4  256 B  offload  store>getitem_4 release>t_6 load<new_zeros wait<scatter                                     [getitem_4]
+mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                                 [mm_1]""",
     )
 
 
@@ -357,12 +357,12 @@ def test_small_ones_are_kept() -> None:
     check(
         toys.multi_output,
         """\
-mm         256 B  offload  store>mm release>sin load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
-getitem_1   32 B  keep     below min_bytes                                                                       [getitem_1]
-getitem_2   32 B  keep     below min_bytes                                                                       [getitem_2]
-getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                     [getitem_3]
-getitem_4  256 B  offload  store>getitem_4 release>t_6 load<expand wait<scatter                                  [getitem_4]
-mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                           [mm_1]""",
+mm         256 B  offload  store>mm release>getitem_2 load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
+getitem_1   32 B  keep     below min_bytes                                                                             [getitem_1]
+getitem_2   32 B  keep     below min_bytes                                                                             [getitem_2]
+getitem_3  128 B  offload  store>getitem_4 release>t_6 load<expand wait<mm_2                                           [getitem_3]
+getitem_4  256 B  offload  store>getitem_4 release>t_6 load<new_zeros wait<scatter                                     [getitem_4]
+mm_1       256 B  offload  store>mm_1 release>t_6 load<expand wait<cos                                                 [mm_1]""",
         min_bytes=100,
     )
 
@@ -371,12 +371,12 @@ def test_a_budget_keeps_what_idles_least() -> None:
     check(
         toys.multi_output,
         """\
-mm         256 B  offload  store>mm release>t_6 load<native_layer_norm_backward wait<native_layer_norm_backward  [mm]
-getitem_1   32 B  offload  store>getitem_2 release>t_6 load<scatter wait<native_layer_norm_backward              [getitem_1]
-getitem_2   32 B  keep     within the budget                                                                     [getitem_2]
-getitem_3  128 B  keep     within the budget                                                                     [getitem_3]
-getitem_4  256 B  keep     within the budget                                                                     [getitem_4]
-mm_1       256 B  keep     within the budget                                                                     [mm_1]""",
+mm         256 B  offload  store>mm release>t_6 load<new_zeros wait<native_layer_norm_backward       [mm]
+getitem_1   32 B  offload  store>getitem_2 release>t_6 load<scatter wait<native_layer_norm_backward  [getitem_1]
+getitem_2   32 B  keep     within the budget                                                         [getitem_2]
+getitem_3  128 B  keep     within the budget                                                         [getitem_3]
+getitem_4  256 B  keep     within the budget                                                         [getitem_4]
+mm_1       256 B  keep     within the budget                                                         [mm_1]""",
         budget=0.7,
     )
 

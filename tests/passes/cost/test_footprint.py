@@ -116,6 +116,20 @@ def test_a_loop_writes_in_the_order_of_what_it_reads() -> None:
     assert overwritten(function, SQUARE, SQUARE) == {"add": "mm"}
 
 
+def test_a_scatter_writes_over_its_operand_and_no_loop_over_what_it_made() -> None:
+    """Inductor has a buffer for the zeros and the sums, one for the loop that reads them, and one for the product."""
+
+    def scattered(at: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+        zeros = torch.full((64, 64), 0.0, dtype=torch.float32)
+        return (torch.mm(zeros.scatter_add(1, at, x) * x, w),)
+
+    args = torch.randint(0, 64, (64, 64)), torch.randn(64, 64), torch.randn(64, 64)
+    assert overwriting(make_fx(scattered, tracing_mode="fake")(*args).graph) == {"scatter_add": "full"}
+    with config.patch(allow_buffer_reuse=False):
+        code = lower_alone(scattered, *args).code
+    assert (code.count("= empty_strided_cpu((64, 64)"), code.count("# reuse")) == (3, 0)
+
+
 def test_a_loop_does_not_write_over_another_dtype() -> None:
     assert overwritten(lambda x, w: (torch.ops.prims.convert_element_type(x @ w, torch.int32),), ROWS, SQUARE) == {}
 

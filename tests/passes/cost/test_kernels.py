@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -92,3 +92,30 @@ def test_what_as_strided_views_is_written() -> None:
     assert loops == {"mul", "sub", "sin", "cos"}
     written = [n for kernel in lower_alone(scaled, *args).kernels if not kernel.is_extern() for n in kernel.get_nodes()]
     assert len(written) == len(loops)
+
+
+def rolled(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`at` is returned, and a backward would save it. With it `y` reads five tensors, one too many to be inlined."""
+    at = torch.fmod(torch.ops.prims.iota(16, start=2, step=1, dtype=torch.int64, device="cpu", requires_grad=False), 16)
+    y = a[at] * b + c * d
+    return at, y.sin(), y.cos()
+
+
+def windows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What is read window by window needs nested loops over its rows. A sum of columns needs none of them."""
+    y = x.view(2, 4, 4, 8, 8, 32).permute(0, 1, 3, 2, 4, 5).reshape(2, 1024, 32)
+    turned = y * weight
+    return turned.sum(2, keepdim=True) * turned, (y * 2).sum((0, 1))
+
+
+@pytest.mark.parametrize(
+    ("run", "shapes"), [(rolled, [(16, 64)] * 4), (windows, [(32, 64, 32), (2, 1024, 32)])], ids=["rolled", "windows"]
+)
+def test_loops_are_those_of_inductor(run: Callable[..., object], shapes: list[tuple[int, ...]]) -> None:
+    args = [torch.randn(shape) for shape in shapes]
+    kernels = Kernels(make_fx(run, tracing_mode="fake")(*args).graph)
+    predicted: dict[int, set[str]] = {}
+    for i, kernel in kernels.kernel.items():
+        predicted.setdefault(kernel, set()).add(kernels.nodes[i].name)
+    made = [{node.node.origin_node.name for node in k.get_nodes()} for k in lower_alone(run, *args).kernels]
+    assert sorted(map(sorted, predicted.values())) == sorted(map(sorted, made))
