@@ -87,7 +87,8 @@ class Account:
         self.look()
         optimized = self._steps != _optimizer_steps
         first, self._steps = self._steps <= self._before < _optimizer_steps, _optimizer_steps
-        outstanding = self._waiting()
+        # what may be held; a backward that keeps its graph leaves what it has asked for
+        outstanding = max(self._held(), self._outstanding())
         self._gauge.look_around(for_tensors=not self._allowance.is_known(graph, saved, optimized, outstanding))
         if self._memory == "auto":
             self._allowance.limit = limit_of(self._memory, self._ranks, self._gauge, device)
@@ -119,17 +120,16 @@ class Account:
         """A node of ours begins, or a step ends: since the last node nothing was released or asked for, but handles may
         have died."""
         if self._gauge and self._allowance:
-            self._allowance.note(self._gauge.peak_bytes(), self._held(), max(self._outstanding_before, self._waiting()))
+            held = self._held()
+            waiting = max(held, self._outstanding(), self._outstanding_before)
+            self._allowance.note(self._gauge.peak_bytes(), held, waiting)
 
     def settled(self) -> None:
         """A node of ours ends. What is held has changed within it, so of that time only the end counts."""
         if self._gauge and self._allowance:
-            self._outstanding_before = self._waiting()
-            self._allowance.note(self._gauge.begin(), self._held(), self._outstanding_before)
-
-    def _waiting(self) -> int:
-        """What may be held. A backward that keeps its graph leaves what it has asked for."""
-        return max(self._held(), self._outstanding())
+            held = self._held()
+            self._outstanding_before = max(held, self._outstanding())
+            self._allowance.note(self._gauge.begin(), held, self._outstanding_before)
 
     def _meet(self, device: torch.device) -> None:
         """The first forward."""

@@ -105,6 +105,7 @@ class Entry:
     state: Place = State.NEW
     held: Tensor | None = None  # our reference while we are in memory: an alias of the tensor, or its encoded bytes
     borrowed: bool = False  # `held` is the caller's memory, which the caller may overwrite after the release
+    in_use: bool = False  # the graph has not released it yet, and an account asks for that
     encoded: Encoded | None = None
     moved_bytes: int = 0  # that are written and read: fewer than `nbytes` if it is encoded
     extent: Extent | None = None  # while it is written, and when it is on the drive
@@ -148,6 +149,8 @@ class Ledger:
         self.writing_bytes = 0
         self.reading_bytes = 0  # of reads that have begun and were not waited for yet
         self.ahead_bytes = 0  # of these, prefetches that nobody has asked for yet
+        self.in_use_bytes = 0  # of what is resident or being written, and in use
+        self.unreleased_bytes = 0  # of all tensors in use, wherever they are, but for binding ones
 
     def move(self, entry: Entry, to: Place, held: Tensor | None = None, encoded: Encoded | None = None) -> None:
         """Changes where the bytes of an entry are.
@@ -162,6 +165,7 @@ class Ledger:
         old_bytes = entry.moved_bytes
         new_bytes = encoded.nbytes if encoded else old_bytes
         extent = had if to is State.ON_DISK or to is State.LOST else None
+        used_bytes = 0
         if to is State.WRITING:
             extent = self._engine.alloc(new_bytes, entry.tier)
         # No call from here on. `was`, `write` and `had` keep alive what a change drops: its end could call something.
@@ -169,16 +173,22 @@ class Ledger:
             if before is State.RESIDENT:
                 del self.resident[entry]
                 self.resident_bytes -= old_bytes
+                used_bytes -= old_bytes
             elif before is State.WRITING or before is State.ENCODING:
                 del self.writing[entry]
                 self.writing_bytes -= old_bytes
+                used_bytes -= old_bytes
                 entry.write = None
             if to is State.RESIDENT:
                 self.resident[entry] = None
                 self.resident_bytes += new_bytes
+                used_bytes += new_bytes
             elif to is State.WRITING or to is State.ENCODING:
                 self.writing[entry] = None
                 self.writing_bytes += new_bytes
+                used_bytes += new_bytes
+            if entry.in_use:
+                self.in_use_bytes += used_bytes
             entry.state = to
         entry.extent = extent
         entry.held = was if to.where == "memory" else None
@@ -194,6 +204,24 @@ class Ledger:
             drop_storage(was)  # the entry keeps the tensor itself, which says whether somebody writes into it
         if had is not None and extent is not had:
             self._engine.free(had)
+
+    def uses(self, entry: Entry) -> None:
+        """The graph has just stored a tensor, and will release it."""
+        # No call from here on.
+        entry.in_use = True
+        if not entry.binding:
+            self.unreleased_bytes += entry.nbytes
+
+    def releases(self, entry: Entry) -> None:
+        """The graph reads the stored tensor no more. One that is not in use is ignored."""
+        # No call from here on.
+        if not entry.in_use:
+            return
+        entry.in_use = False
+        if entry.state is State.RESIDENT or entry.state is State.WRITING or entry.state is State.ENCODING:
+            self.in_use_bytes -= entry.moved_bytes
+        if not entry.binding:
+            self.unreleased_bytes -= entry.nbytes
 
     def turn(self, entry: Entry, load: Load, to: Stage) -> None:
         """Changes how far a load is. A transfer starts behind the turn that makes it known, and ends before the last.

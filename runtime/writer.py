@@ -33,7 +33,7 @@ from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Me
 from ssd_fx.runtime.entries import GUARD
 from ssd_fx.runtime.inflight import CopiesInVain, inflight_bytes
 from ssd_fx.runtime.layout import alias, drop_storage, is_parameter, versioned_alias
-from ssd_fx.runtime.states import WAITING, Entry, Ledger, Place, State
+from ssd_fx.runtime.states import Entry, Ledger, Place, State
 from ssd_fx.runtime.stats import counters
 
 OVERTAKERS = 8  # writes end about in the order in which they began, so `reap` stops behind this many unfinished ones
@@ -64,7 +64,6 @@ class Writer:
         self._followed: deque[tuple[streams.Queued, str, int, int, int]] = deque()  # not traced yet; oldest first
         self._said_no_memory = False
         self._ended = False
-        self._in_use: dict[Entry, None] = {}  # stored and not released
         self.limit: Callable[[int], int] | None = None  # bytes that may be held while so many are outstanding
 
     def accept(self, entry: Entry, x: Tensor) -> float:
@@ -179,19 +178,18 @@ class Writer:
 
     def release(self, entry: Entry) -> None:
         """The graph needs the tensor no longer, so what is held of it is held for the backward alone."""
-        self._in_use.pop(entry, None)
+        self._ledger.releases(entry)
 
     @property
     def held_bytes(self) -> int:
         """What is held for the backward alone: released by the graph and still in memory, or read ahead."""
-        in_use = sum(e.moved_bytes for e in self._in_use if e.state in WAITING)
         ledger = self._ledger
-        return ledger.resident_bytes + ledger.writing_bytes + ledger.ahead_bytes - in_use
+        return ledger.resident_bytes + ledger.writing_bytes + ledger.ahead_bytes - ledger.in_use_bytes
 
     @property
     def outstanding_bytes(self) -> int:
         """What the graph has released and the backward has not asked for, wherever it is."""
-        return self._peak.nbytes - sum(e.nbytes for e in self._in_use if not e.binding)
+        return self._peak.nbytes - self._ledger.unreleased_bytes
 
     def give_away(self, entry: Entry) -> None:
         """Ends an entry's write, or its wait for one, because nobody will read it. The tensor may be written into.
@@ -241,7 +239,7 @@ class Writer:
     def count_out(self, entry: Entry) -> None:
         """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""
         self._peak.remove(entry)
-        self._in_use.pop(entry, None)
+        self._ledger.releases(entry)
 
     def _hold(self, entry: Entry, x: Tensor) -> str:
         """The codec that encodes the tensor before it is resident, empty for none."""
@@ -267,7 +265,7 @@ class Writer:
             to_come = self._peak.add(entry)
             entry.early = to_come > self._residency.nbytes  # they cannot all stay, and the oldest go first
         if self.limit:
-            self._in_use[entry] = None
+            self._ledger.uses(entry)
         if self._encoder.codecs:
             if codec.is_lossy(self._encoder.codec_of(entry), x.dtype):
                 entry.later = False  # what is lost must not depend on other forwards

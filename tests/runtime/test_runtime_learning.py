@@ -7,6 +7,7 @@ import torch
 
 from ssd_fx.runtime import entries, trace
 from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.stats import reset_stats, stats
 from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime.engines import DelayedEngine, LateWrite, Wrapped, around
@@ -506,10 +507,12 @@ def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path, monkeypatc
     assert (load(kept[0][0], torch.empty(N), consume=False) == 0).all()
 
 
-@pytest.mark.parametrize("what", ["store", "load", "death"])
-def test_no_signal_stops_the_learning(tmp_path, what):
-    """Wherever it comes: no run that never ends, and no bytes outstanding for ever."""
-    config = config_json(tmp_path, budget=1 << 30)
+@pytest.mark.parametrize("limits", [{"budget": 1 << 30}, {"memory": 1 << 40}], ids=["budget", "memory"])
+@pytest.mark.parametrize("what", ["store", "release", "load", "death"])
+def test_no_signal_stops_the_learning(tmp_path, what, limits):
+    """Wherever it comes: no run that never ends, and no bytes outstanding, or in use, for ever."""
+    CPU_ALLOCATOR.install()  # it counts what `memory` limits
+    config = config_json(tmp_path, **limits)
     x = torch.randn(8)
     handles = []
 
@@ -519,6 +522,7 @@ def test_no_signal_stops_the_learning(tmp_path, what):
 
     actions = {
         "store": lambda: handles.append(store(x, config)),
+        "release": lambda: torch.ops.ssd_fx.wait_store_(handles[0], x, 0, True),
         "load": lambda: start_load(handles[0], x),
         "death": die,
     }
@@ -530,6 +534,7 @@ def test_no_signal_stops_the_learning(tmp_path, what):
         die()
         found, ledger = get_store(config), get_store(config).ledger
         assert found.peak.nbytes == ledger.resident_bytes == ledger.writing_bytes == 0, at
+        assert ledger.in_use_bytes == ledger.unreleased_bytes == 0, at
         assert not found.runs._runs, at
 
 
