@@ -367,12 +367,20 @@ class Writer:
 
     def _follow_oldest(self) -> bool:
         """Whether the oldest write goes on without us."""
-        oldest = next((entry for entry in self._ledger.writing if entry.write), None)
+        oldest = self._oldest()
         return oldest is not None and self.follow(oldest)
 
     def _oldest_under_way(self) -> Completion | None:
         """The write whose end makes room next, None if nothing is under way."""
-        return self.in_vain.oldest() or next((e.write for e in self._ledger.writing if e.write), None)
+        oldest = self._oldest()
+        return self.in_vain.oldest() or (oldest.write if oldest else None)
+
+    def _oldest(self) -> Entry | None:
+        """What has been written for longest."""
+        for entry in self._ledger.writing:  # no generator: when it ends it swallows a Ctrl-C
+            if entry.write:
+                return entry
+        return None
 
     def _start(self, entry: Entry) -> None:
         try:

@@ -94,8 +94,8 @@ class TieredEngine:
     def _next_to_move(self, tier: str) -> TieredExtent | None:
         """The extent that gives way to one of `tier`: the oldest that is not planned, else the oldest of all."""
         filled = [extent for extent in self._in_host if extent.written]  # else a Ctrl-C came before the write
-        unplanned = next((extent for extent in filled if not extent.planned), None)
-        return next(iter(filled), None) if unplanned is None and tier == "host" else unplanned
+        found = [extent for extent in filled if not extent.planned] or (filled if tier == "host" else [])
+        return found[0] if found else None
 
     def free(self, extent: Extent) -> None:
         assert isinstance(extent, TieredExtent)
