@@ -61,10 +61,10 @@ def planned_at(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) ->
             plans = [plan for _, plan in decide_for_all(joint, own, options, list(asked.values()))]
         except BudgetError as error:
             tightest = min(asked, key=lambda budget: _tightness(asked[budget]))
-            if asked[tightest] != tightest:
-                del asked[tightest]
-            else:
+            if asked[tightest] == tightest and error.least > _tightness(tightest):
                 asked[tightest] = limit(error.least)
+            else:
+                del asked[tightest]
             continue
         found = dict(zip(asked, map(Figure.of, plans), strict=True))
         return [figure if (figure := found.get(each)) and _is_met(each, figure) else None for each in budgets]

@@ -176,7 +176,7 @@ def _in_place(
 
 def _operand(kernels: Kernels, i: int) -> Collection[int]:
     """The storages of a node's first operand."""
-    return kernels.storages[kernels.index[kernels.nodes[i].args[0]]].keys()
+    return kernels.storages[kernels.index[kernels.nodes[i].all_input_nodes[0]]].keys()
 
 
 def _are_alike(kernels: Kernels, a: int, b: int, nbytes: Mapping[int, int]) -> bool:

@@ -199,13 +199,12 @@ class Kernels:
         several readers would have to compute again at too great a cost (`should_realize_on_reuse`, and thresholds in
         its configuration, torch 2.13). It counts operations, of which a node has about two.
 
-        What a call reads through a view is written when Inductor comes to that call; an output that reads nothing,
-        such as indices, at the end (`delay_realize_cheap_outputs`). Until then readers compute it themselves."""
+        What a call reads through a view is written when Inductor comes to that call. Until then readers compute it
+        themselves, and so do those of an output that reads nothing, such as indices (`ComputedBuffer.make_loader`)."""
         node, readers = self.nodes[i], self._readers[i]
         most_reads, most_operations = (12, 25) if is_on_cpu(self.nodes[i]) else (8, 15)
         called = any(r in self.calls and self.nodes[r] in node.users for r in readers)
-        late = not work.reads and getattr(config, "delay_realize_cheap_outputs", False)  # torch 2.11 has no such option
-        returned = not late and any(map(self._is_output, readers))
+        returned = bool(work.reads) and any(map(self._is_output, readers))
         is_seen = called or returned or i in self._strided or node in self._running
         if is_seen or len(work.reads) > most_reads:
             return True
@@ -302,7 +301,7 @@ def _outer(tensor: torch.Tensor, sizes: list[float]) -> int:
 def _sums_columns(node: fx.Node) -> bool:
     """Whether a reduction is over the rows of a matrix, and these are many for so few columns."""
     given, dims = tensor_of(node.all_input_nodes[0]), summed(node)
-    if given is None or given.ndim - 1 in dims:
+    if given is None or given.ndim - 1 in dims or operator_of(node) is aten.argmax:  # which is never split
         return False
     rows = math.prod(hint(given.shape[d]) for d in dims)
     return rows >= MANY_ROWS and count(given) / rows <= FEW_COLUMNS
@@ -314,7 +313,7 @@ def summed(node: fx.Node) -> Collection[int]:
     if given is None:
         return ()
     over = node.args[1] if len(node.args) > 1 else None
-    if isinstance(over, int):
+    if type(over) is int:
         over = [over]
     return {d % max(given.ndim, 1) for d in over} if isinstance(over, (list, tuple)) and over else range(given.ndim)
 

@@ -95,7 +95,7 @@ def test_what_as_strided_views_is_written() -> None:
 
 
 def rolled(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`at` is returned, and a backward would save it. With it `y` reads five tensors, one too many to be inlined."""
+    """`at` is returned, and reads nothing. Were it read, `y` would read five tensors, one too many to be inlined."""
     at = torch.fmod(torch.ops.prims.iota(16, start=2, step=1, dtype=torch.int64, device="cpu", requires_grad=False), 16)
     y = a[at] * b + c * d
     return at, y.sin(), y.cos()

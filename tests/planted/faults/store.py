@@ -54,7 +54,7 @@ FAULTS = (
     Fault(
         "what_the_graph_uses_is_held_too",
         "runtime/writer.py",
-        "return ledger.resident_bytes + ledger.writing_bytes + ledger.ahead_bytes - in_use",
+        "return ledger.resident_bytes + ledger.writing_bytes + ledger.ahead_bytes - ledger.in_use_bytes",
         "return ledger.resident_bytes + ledger.writing_bytes + ledger.ahead_bytes",
         "the rest looks smaller than it is, so more is let stay than fits",
         "tests/runtime/test_runtime_account.py::test_what_the_graph_still_uses_is_not_held_for_the_backward",
