@@ -55,7 +55,7 @@ def planned_at(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) ->
     again. Nodes of ours lower some peaks a little, which is counted once a plan is made. So a limit under the least
     that can be met becomes that, and is met if the peak of the plan is under it.
     """
-    own, asked = cut(joint, options), {budget: budget for budget in budgets}
+    own, asked = cut(joint, options), {budget: budget for budget in budgets}  # and what is asked for instead
     while asked:
         try:
             plans = [plan for _, plan in decide_for_all(joint, own, options, list(asked.values()))]
@@ -67,12 +67,9 @@ def planned_at(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) ->
                 del asked[tightest]
             continue
         found = dict(zip(asked, map(Figure.of, plans), strict=True))
-        return [figure if (figure := found.get(each)) and _is_met(each, figure) else None for each in budgets]
+        met = {budget: figure for budget, figure in found.items() if figure.peak_bytes <= _tightness(budget)}
+        return [met.get(each) for each in budgets]
     return [None] * len(budgets)
-
-
-def _is_met(budget: Budget, figure: Figure) -> bool:
-    return figure.peak_bytes <= _tightness(budget)
 
 
 def _tightness(budget: Budget) -> float:

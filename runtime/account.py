@@ -87,8 +87,7 @@ class Account:
         self.look()
         optimized = self._steps != _optimizer_steps
         first, self._steps = self._steps <= self._before < _optimizer_steps, _optimizer_steps
-        # what may be held; a backward that keeps its graph leaves what it has asked for
-        outstanding = max(self._held(), self._outstanding())
+        outstanding = self._waiting(self._held())
         self._gauge.look_around(for_tensors=not self._allowance.is_known(graph, saved, optimized, outstanding))
         if self._memory == "auto":
             self._allowance.limit = limit_of(self._memory, self._ranks, self._gauge, device)
@@ -121,15 +120,19 @@ class Account:
         have died."""
         if self._gauge and self._allowance:
             held = self._held()
-            waiting = max(held, self._outstanding(), self._outstanding_before)
+            waiting = max(self._outstanding_before, self._waiting(held))
             self._allowance.note(self._gauge.peak_bytes(), held, waiting)
 
     def settled(self) -> None:
         """A node of ours ends. What is held has changed within it, so of that time only the end counts."""
         if self._gauge and self._allowance:
             held = self._held()
-            self._outstanding_before = max(held, self._outstanding())
+            self._outstanding_before = self._waiting(held)
             self._allowance.note(self._gauge.begin(), held, self._outstanding_before)
+
+    def _waiting(self, held: int) -> int:
+        """What may be held. A backward that keeps its graph leaves what it has asked for, so it is at least `held`."""
+        return max(held, self._outstanding())
 
     def _meet(self, device: torch.device) -> None:
         """The first forward."""

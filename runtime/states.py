@@ -165,7 +165,7 @@ class Ledger:
         old_bytes = entry.moved_bytes
         new_bytes = encoded.nbytes if encoded else old_bytes
         extent = had if to is State.ON_DISK or to is State.LOST else None
-        used_bytes = 0
+        waiting_bytes = self.resident_bytes + self.writing_bytes
         if to is State.WRITING:
             extent = self._engine.alloc(new_bytes, entry.tier)
         # No call from here on. `was`, `write` and `had` keep alive what a change drops: its end could call something.
@@ -173,22 +173,18 @@ class Ledger:
             if before is State.RESIDENT:
                 del self.resident[entry]
                 self.resident_bytes -= old_bytes
-                used_bytes -= old_bytes
             elif before is State.WRITING or before is State.ENCODING:
                 del self.writing[entry]
                 self.writing_bytes -= old_bytes
-                used_bytes -= old_bytes
                 entry.write = None
             if to is State.RESIDENT:
                 self.resident[entry] = None
                 self.resident_bytes += new_bytes
-                used_bytes += new_bytes
             elif to is State.WRITING or to is State.ENCODING:
                 self.writing[entry] = None
                 self.writing_bytes += new_bytes
-                used_bytes += new_bytes
             if entry.in_use:
-                self.in_use_bytes += used_bytes
+                self.in_use_bytes += self.resident_bytes + self.writing_bytes - waiting_bytes
             entry.state = to
         entry.extent = extent
         entry.held = was if to.where == "memory" else None
@@ -218,7 +214,7 @@ class Ledger:
         if not entry.in_use:
             return
         entry.in_use = False
-        if entry.state is State.RESIDENT or entry.state is State.WRITING or entry.state is State.ENCODING:
+        if entry.state in WAITING:
             self.in_use_bytes -= entry.moved_bytes
         if not entry.binding:
             self.unreleased_bytes -= entry.nbytes
