@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-import ssd_fx  # noqa: F401 - registers the operators
+from ssd_fx.runtime import calls
 from ssd_fx.runtime.device import streams
 
 ROWS = 5
@@ -30,11 +30,10 @@ def cost_us(work: Callable[[], object], times: int) -> float:
 
 def node(x: torch.Tensor, config: str) -> Callable[[], object]:
     """Store and release of `x`, and the death of its handle."""
-    ops = torch.ops.ssd_fx
 
     def work() -> None:
-        handle = ops.store(x, config, "cost", 0, 0)
-        ops.wait_store_(handle, x, 1, True)
+        handle = calls.store(x, config, "cost", 0, 0)
+        calls.wait_store_(handle, x, 1, True)
 
     return work
 
@@ -48,15 +47,14 @@ def backward(call: Callable[[], None]) -> None:
 
 def round_trip(x: torch.Tensor, config: str) -> Callable[[], object]:
     """Store and release of `x`, then a backward with its load and wait."""
-    ops = torch.ops.ssd_fx
 
     def work() -> None:
-        handle = ops.store(x, config, "trip", 0, 0)
-        ops.wait_store_(handle, x, 1, True)
+        handle = calls.store(x, config, "trip", 0, 0)
+        calls.wait_store_(handle, x, 1, True)
 
         def back() -> None:
-            y = ops.load(handle, x.shape, x.stride(), x.dtype, x.device, 0)
-            ops.wait_load_(y, handle, 1)
+            y = calls.load(handle, x.shape, x.stride(), x.dtype, x.device, 0)
+            calls.wait_load_(y, handle, 1)
 
         backward(back)
 

@@ -3,6 +3,8 @@
 python benchmarks/host_time.py              # engine "memory": all that is stored is copied, and read back
 python benchmarks/host_time.py --kept       # all stays in memory
 python benchmarks/host_time.py --cpu        # CPU time of the thread, where others use the cores too
+python benchmarks/host_time.py --cold       # before each node something else fills the caches, as a step's kernels do
+python benchmarks/host_time.py --dispatched # PyTorch's dispatcher calls the operators, as where a profiler runs
 python benchmarks/host_time.py --parts      # and what single pieces of it take
 
 Its device does nothing, and counts: what is timed is our Python. `benchmarks/gpu_costs.py` times a GPU's calls. A step
@@ -29,18 +31,24 @@ from unittest import mock
 
 import torch
 
-import ssd_fx  # noqa: F401 - registers the operators
-from ssd_fx.runtime import entries, layout, reader, states, stats, stores
+from ssd_fx.runtime import calls, entries, layout, reader, states, stats, stores
 from ssd_fx.runtime.device import device_trace, streams
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.posix import PosixEngine
 
 N = 1 << 18  # elements of a tensor: 1 MiB
+COLD_BYTES = 64 << 20  # more than the caches have
 CPU = torch.device("cpu")
 NODES = ("store", "release", "load", "wait")
 UNTIMED = "timed" in inspect.signature(streams.Streams.record).parameters  # else every event has a time
 
-ops = torch.ops.ssd_fx
+DISPATCHED = SimpleNamespace(
+    begin_=torch.ops.ssd_fx.begin_.default,
+    store=torch.ops.ssd_fx.store.default,
+    wait_store_=torch.ops.ssd_fx.wait_store_.default,
+    load=torch.ops.ssd_fx.load.default,
+    wait_load_=torch.ops.ssd_fx.wait_load_.default,
+)
 
 
 class Event:
@@ -132,7 +140,7 @@ def installed(late: bool) -> Iterator[Device]:
 
     with (
         mock.patch.dict(streams.BACKENDS, cpu=gpu),
-        mock.patch.object(reader, "is_foreign", return_value=False),  # its memory counts as torch's
+        mock.patch.object(reader, "is_foreign", _nothing),  # its memory counts as torch's
         mock.patch.object(streams, "finish_copies_into", _nothing),  # which asks about memory of the CPU
         mock.patch.object(torch.accelerator, "device_index", Guard),
         mock.patch.object(torch.accelerator, "current_device_index", current),
@@ -155,34 +163,38 @@ def backward(call: Callable[[], None]) -> None:
 class Steps:
     """Times and counts of the nodes of training steps."""
 
-    def __init__(self, gpu: Device, config: str, depth: int, clock: Callable[[], float]) -> None:
+    def __init__(self, gpu: Device, config: str, flags: argparse.Namespace) -> None:
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._gpu, self._config, self._depth, self._clock = gpu, config, depth, clock
+        self._gpu, self._config, self._depth = gpu, config, flags.depth
+        self._clock: Callable[[], float] = thread_time if flags.cpu else perf_counter
+        self._ops: Any = DISPATCHED if flags.dispatched else calls
+        self._others = torch.zeros(COLD_BYTES if flags.cold else 0, dtype=torch.uint8)
         self._token = torch.empty(0, dtype=torch.int64)
 
     def step(self) -> None:
-        ops.begin_(self._token, self._config, "g", 4 * N * self._depth, 4 * N * self._depth)
+        self._ops.begin_(self._token, self._config, "g", 4 * N * self._depth, 4 * N * self._depth)
         handles = [self._store(slot) for slot in range(self._depth)]
         self._gpu.clock += 1  # the device has come to the end of the forward
         backward(lambda: self._backward(handles))
 
     def _store(self, slot: int) -> torch.Tensor:
         x = torch.empty(N)
-        handle: torch.Tensor = self._timed("store", ops.store, x, self._config, "g", slot, 2 * slot)
-        self._timed("release", ops.wait_store_, handle, x, 2 * slot + 1, True)
+        handle: torch.Tensor = self._timed("store", self._ops.store, x, self._config, "g", slot, 2 * slot)
+        self._timed("release", self._ops.wait_store_, handle, x, 2 * slot + 1, True)
         return handle
 
     def _backward(self, handles: list[torch.Tensor]) -> None:
         for slot in reversed(range(self._depth)):
             handle = handles.pop()
-            y = self._timed("load", ops.load, handle, (N,), (1,), torch.float32, CPU, 2 * slot)
-            self._timed("wait", ops.wait_load_, y, handle, 2 * slot + 1)
+            y = self._timed("load", self._ops.load, handle, (N,), (1,), torch.float32, CPU, 2 * slot)
+            self._timed("wait", self._ops.wait_load_, y, handle, 2 * slot + 1)
             held = [handle]
             del handle
             self._timed("death", held.clear)
 
     def _timed(self, name: str, call: Callable[..., Any], *arguments: object) -> Any:
+        self._others.add_(1)
         before, started = self._gpu.calls.copy(), self._clock()
         result = call(*arguments)
         self.seconds[name].append(self._clock() - started)
@@ -199,8 +211,7 @@ def nodes(flags: argparse.Namespace) -> None:
     """Print a row for each kind of node."""
     config = {"engine": "memory", "adapt": False} | ({"budget": 1 << 40} if flags.kept else {})
     with installed(late=not flags.idle) as gpu:
-        clock = thread_time if flags.cpu else perf_counter
-        warm_up, steps = (Steps(gpu, json.dumps(config), flags.depth, clock) for _ in range(2))
+        warm_up, steps = (Steps(gpu, json.dumps(config), flags) for _ in range(2))
         for number in range(flags.steps):
             (steps if number >= flags.steps // 2 else warm_up).step()
     for name in (*NODES, "death"):
@@ -236,7 +247,7 @@ def parts() -> None:
 
         handle, transfer = registered(), started()
         works = {
-            "an operator that does nothing": lambda: ops.refuse_stand_ins([]),
+            "an operator that does nothing": lambda: torch.ops.ssd_fx.refuse_stand_ins.default([]),
             "check_not_captured": lambda: streams.check_not_captured(CPU),
             "device_trace.node": lambda: device_trace.node("store", "g", 0, 0, CPU),
             "get_store": lambda: stores.get_store(config),
@@ -284,6 +295,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kept", action="store_true", help="nothing is copied")
     parser.add_argument("--idle", action="store_true", help="each copy ends at once")
     parser.add_argument("--cpu", action="store_true", help="CPU time of the thread")
+    parser.add_argument("--cold", action="store_true", help="with cold caches")
+    parser.add_argument("--dispatched", action="store_true", help="through PyTorch's dispatcher")
     parser.add_argument("--parts", action="store_true", help="print the pieces too")
     parser.add_argument("--depth", type=int, default=20, help="tensors of a step, default %(default)s")
     parser.add_argument("--steps", type=int, default=200, help="default %(default)s")

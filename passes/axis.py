@@ -118,12 +118,6 @@ class Step:
     slots: tuple[int, ...] = ()
     nodes: tuple[tuple[int, int], ...] = field(repr=False, default=())
 
-    def again_s(self, recomputed: Collection[int]) -> float:
-        """Seconds to recompute these items together."""
-        together = frozenset(recomputed)
-        alone = math.fsum(self.items[i].recompute_s for i in together)
-        return alone - math.fsum(s.seconds * max(len(together.intersection(s.items)) - 1, 0) for s in self.shared)
-
     @cached_property
     def own_again_s(self) -> list[float]:
         """Seconds to recompute every item, without what it shares with others: no set of items costs less."""

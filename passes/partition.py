@@ -160,7 +160,8 @@ def activation_names(
     inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
     descs = {n.name: n.meta.get("desc") for n in inputs}
     if static is not None and all(type(desc) in (PlainAOTInput, TangentAOTInput) for desc in descs.values()):
-        names = {n.name for i, n in enumerate(inputs) if i not in set(static)}
+        lives_on = set(static)
+        names = {n.name for i, n in enumerate(inputs) if i not in lives_on}
         return frozenset(names - {name for name, desc in descs.items() if isinstance(desc, TangentAOTInput)})
     given = {name: of for name, desc in descs.items() if not isinstance(of := _whole(desc), _OTHERS)}
     if lasting is None or any(type(of) is not PlainAOTInput for of in given.values()):

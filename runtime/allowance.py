@@ -28,6 +28,7 @@ REMEMBERED = 4  # steps of a kind and a size
 WASTES = 32  # steps whose waste is remembered: a larger allowance may bring it back
 SETTLED = 5  # steps in a row that were known before they ran: what they leave is steady
 SIZES = 32  # of a kind
+POINTS = 10_000  # of a step; then those go that do not bind
 MARGIN = 0.01  # of the limit, for what nobody counts: small tensors, and what others take meanwhile
 STEADY = 0.01  # of the limit: by less an allowance changes without a word
 
@@ -68,6 +69,7 @@ class _Step:
     peak: int = 0  # of all tensors
     base: int = 0  # the most
     held: int = 0  # the most
+    outstanding: int = 0  # the most
 
 
 class Bound(NamedTuple):
@@ -152,7 +154,7 @@ class Allowance:
         """Whether this forward is within a step, or a step that begins so was measured, or one with a larger batch."""
         if not self._is_first(outstanding):
             return True
-        return any(size >= saved for size in self._known.get((optimized, graph), ()))
+        return saved <= max(self._known.get((optimized, graph), ()), default=-1)
 
     def _is_first(self, outstanding: int) -> bool:
         """Whether the forward that begins now is the first of a step."""
@@ -218,8 +220,11 @@ class Allowance:
         step.peak = max(step.peak, peak)
         step.base = max(step.base, peak - held)
         step.held = max(step.held, held)
+        step.outstanding = max(step.outstanding, outstanding)
         if outstanding:
             step.points.append((peak - held - step.level, outstanding))
+        if len(step.points) > POINTS:  # a step without an end: outputs that live on, and no backward
+            step.points = list(_binding(step.points))
 
     def turns(self) -> None:
         """The backward of the step loads a tensor."""
@@ -234,8 +239,7 @@ class Allowance:
         self._wastes.append(self._waste)
         self._waste = 0
         if self._turned:
-            most = max((out for _, out in step.points), default=0)
-            measured = _Measured(step.level, step.runs, step.begun, _binding(step.points), most)
+            measured = _Measured(step.level, step.runs, step.begun, _binding(step.points), step.outstanding)
             sizes = self._known.setdefault(step.kind, {})
             sizes.setdefault(step.size, deque(maxlen=REMEMBERED)).append(measured)
             if len(sizes) > SIZES:
@@ -247,7 +251,7 @@ class Allowance:
                 self.unsettle()
         if step.base > self.limit and step.complete and not self._warned:
             self._warned = True
-            over = step.peak - self.limit
+            over = step.base - self.limit
             warnings.warn(
                 f"memory={format_bytes(self.limit)} cannot be kept: a step needs {format_bytes(over)} more, though "
                 f"nothing stays for its backward. {format_bytes(step.level)} were there before it: parameters, "

@@ -134,7 +134,7 @@ def _call(functions: Iterable[Callable[[], None]], failing: set[Callable[[], Non
             failing.discard(function)
         except Exception:
             if function not in failing:
-                logging.getLogger("ssd_fx").exception("giving back idle memory failed")
+                logging.getLogger("ssd_fx").exception("a task between steps failed")
             failing.add(function)
 
 

@@ -19,11 +19,13 @@
 `relies_on`: one of `layout.RELIES_ON`. `donate`: the load may return the stored tensor itself.
 
 The contract is in docs/design.md. The waits mutate an argument, so neither FX nor Inductor drops or merges them.
+Generated code calls the kernels without the dispatcher (`calls.py`).
 """
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +42,6 @@ from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.states import Entry
 from ssd_fx.runtime.stats import counters, step, turn
 from ssd_fx.runtime.stores import forward_begins, get_store, go_on, stores
-
-"""Whether the running backward keeps its graph (`retain_graph`, `create_graph`). True outside of a backward."""
 
 _SCHEMAS = (
     "begin_(Tensor(a!) token, str config, str graph, SymInt saved_bytes, SymInt offloaded_bytes, str about='',"
@@ -145,7 +145,7 @@ def _load(
     CPU_ALLOCATOR.backward()
     wanted = TensorMeta(tuple(size), tuple(stride), dtype)
     with _timed("load", entry, seq) if entry.timed else UNTIMED:
-        consume = donate and not keeps_graph()
+        consume = donate and not keeps_graph()  # with `retain_graph` another backward may load it again
         return entry.store.load(entry, wanted, seq, consume=consume, strict=strict, relies_on=relies_on)
 
 
@@ -189,15 +189,20 @@ def _fake_load(
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
-    "begin_": (_begin, _nothing),
-    "store": (_store, _fake_store),
-    "stand_in": (_stand_in, _fake_stand_in),
-    "refuse_stand_ins": (_refuse_stand_ins, _nothing),
-    "wait_store_": (_wait_store, _nothing),
-    "load": (_load, _fake_load),
-    "wait_load_": (_wait_load, _nothing),
+KERNELS: dict[str, Callable[..., Any]] = {
+    "begin_": _begin,
+    "store": _store,
+    "stand_in": _stand_in,
+    "refuse_stand_ins": _refuse_stand_ins,
+    "wait_store_": _wait_store,
+    "load": _load,
+    "wait_load_": _wait_load,
 }
+_FAKES: dict[str, Callable[..., Any]] = {
+    "store": _fake_store,
+    "stand_in": _fake_stand_in,
+    "load": _fake_load,
+}  # the others return nothing
 
 # flexible_layout: Inductor must pass us the buffer that it has, not a copy in another layout.
 # cudagraph_unsafe: CUDA graphs are split at our nodes.
@@ -209,9 +214,9 @@ def _register() -> Library:
     library = Library("ssd_fx", "DEF")
     for schema in _SCHEMAS:
         library.define(schema, tags=_TAGS)
-    for name, (real, fake) in _IMPLEMENTATIONS.items():
-        library.impl(name, real, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"ssd_fx::{name}", fake, lib=library)
+    for name, kernel in KERNELS.items():
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ssd_fx::{name}", _FAKES.get(name, _nothing), lib=library)
     return library
 
 

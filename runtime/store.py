@@ -266,10 +266,11 @@ class Store:
 
     def _let_go(self, entry: Entry, seq: int) -> None:
         """A node of the backward of this entry's run begins: what is being written and is to go by then goes."""
-        if entry.run is None or not entry.run.going:
+        run = entry.run  # `close` may take it from the entry
+        if run is None or not run.going:
             return
         with GUARD.lock:
-            going = entry.run.going
+            going = run.going
             while going and going[0][0] <= seq:
                 late = going[0][2]
                 if late.state is State.WRITING:

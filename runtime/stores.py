@@ -58,6 +58,13 @@ def go_on(but: Store) -> None:
         store.writer.go_on()
 
 
+def stays(config: Options) -> None:
+    """A graph uses the store of a configuration, if there is one, which `end_unused` may have been about to end."""
+    store = stores.get(config)
+    if store is not None:
+        store.when_left = None
+
+
 def end_unused(config: Options, when_left: Callable[[], None]) -> None:
     """Ends the store of a configuration that no graph uses any more.
 

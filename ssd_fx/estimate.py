@@ -34,7 +34,7 @@ from ssd_fx.report.limit import Before, Optimizers, Parts, optimizers_of, parts
 from ssd_fx.report.model import WITHIN
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
 from ssd_fx.runtime.errors import first_line
-from ssd_fx.sizes import parse_budget, parse_positive, parse_tbw
+from ssd_fx.sizes import parse_budget, parse_bytes, parse_tbw
 from ssd_fx.survey import Look, ModelCall, TrainingStep, uncompiled
 
 Budget = int | float | str
@@ -208,7 +208,9 @@ def parsed_size(name: str, value: int | str | None) -> int | None:
     """
     if value is None:
         return None
-    nbytes, bare = parse_positive(name, value), str(value).strip()
+    nbytes, bare = parse_bytes(name, value), str(value).strip()
+    if not nbytes:
+        raise ValueError(f"{name}={value!r} is nothing; right would be e.g. '8GiB'")
     if nbytes < 2**20 and re.fullmatch(r"[\d.]+", bare):
         raise ValueError(f"{name}={value!r} has no unit; right would be e.g. {bare + 'GiB'!r}")
     return nbytes

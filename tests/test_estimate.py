@@ -357,6 +357,7 @@ def test_one_budget_and_one_optimizer_need_no_list() -> None:
         ({"budgets": ["512"]}, "budget='512' has no unit: of what. Right would be '512MiB'"),
         ({"budgets": ["lots"]}, "option budget='lots' is not a budget; right would be"),
         ({"budgets": []}, r"budgets is empty; right would be e\.g\. \[0, 0\.5\]"),
+        ({"memory": 0}, r"memory=0 is nothing; right would be e\.g\. '8GiB'"),
         ({"memory": "8"}, r"memory='8' has no unit; right would be e\.g\. '8GiB'"),
         ({"memory": 8}, r"memory=8 has no unit; right would be e\.g\. '8GiB'"),
         ({"memory": "."}, r"memory='\.' is not a size; right would be a number of bytes or"),

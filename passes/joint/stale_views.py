@@ -77,7 +77,7 @@ def _inferred(node: fx.Node, source: fx.Node) -> Value | None:
     None where more than the storage would change, or where the result is no view of `source`.
     """
     before = tensors_of(node)
-    if not _mayrun_again([*before, *(t for n in node.all_input_nodes for t in tensors_of(n))]):
+    if not _may_run_again([*before, *(t for n in node.all_input_nodes for t in tensors_of(n))]):
         return None
     found = source.meta["val"][node.args[1]] if node.target is operator.getitem else run_again(node)
     if found is None:
@@ -87,7 +87,7 @@ def _inferred(node: fx.Node, source: fx.Node) -> Value | None:
     return found if alike and {storage_key(t) for t in after} <= _storages(source) else None
 
 
-def _mayrun_again(involved: Sequence[torch.Tensor]) -> bool:
+def _may_run_again(involved: Sequence[torch.Tensor]) -> bool:
     """Whether an operator can run on these tensors without a guard: fake ones of one mode, with plain sizes."""
     if any(not isinstance(t, FakeTensor) or Layout.of(t).is_symbolic for t in involved):
         return False

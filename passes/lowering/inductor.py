@@ -1,9 +1,9 @@
 """Inductor's lowerings of our nodes. The lowering of the release drops the stored buffer.
 
     FX graph          handle = store(relu); ...; wait_store_(handle, relu, 7, True)
-    generated code    handle = torch.ops.ssd_fx.store.default(buf4, ...)
+    generated code    handle = ssd_fx_ops.store(buf4, ...)                            # runtime/calls.py
                       ...
-                      torch.ops.ssd_fx.wait_store_.default(handle, buf4, 7, True)     # True: it hands the buffer over
+                      ssd_fx_ops.wait_store_(handle, buf4, 7, True)                   # True: it hands the buffer over
                       del buf4
 
 Inductor frees a buffer or reuses its memory after the last use, although a write may still read from there. So the
@@ -13,7 +13,8 @@ should always be the last use. If it is not, it hands nothing over and blocks un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from ssd_fx.compat import inductor_config as config
 from ssd_fx.compat.inductor import V, ir, lowering, register_lowering
 from ssd_fx.compat.inductor import has_saved_lowp_output_use as _SAVED_AND_READ
 from ssd_fx.passes.lowering import audit, random_numbers, sums
-from ssd_fx.passes.lowering.order import PinOrder
+from ssd_fx.passes.lowering.order import PinOrder, called
 from ssd_fx.passes.partition import RECOMPUTED, STORED, calls_ours
 
 ops = torch.ops.ssd_fx
+CALLS = "ssd_fx_ops"  # of `runtime/calls.py` in generated code
 
 
 class AuditedKernel(ir.FallbackKernel):
@@ -35,7 +37,13 @@ class AuditedKernel(ir.FallbackKernel):
 
     def codegen(self, wrapper: Any) -> None:
         audit.attach(wrapper)
+        if not V.graph.cpp_wrapper:
+            wrapper.add_import_once(f"from ssd_fx.runtime import calls as {CALLS}")
         super().codegen(wrapper)
+
+    def get_kernel_name(self) -> str:
+        """What the generated code calls."""
+        return str(super().get_kernel_name()) if V.graph.cpp_wrapper else f"{CALLS}.{called(self)}"
 
 
 class StoreKernel(AuditedKernel):
@@ -176,12 +184,18 @@ def _is_saved_and_read(node: torch.fx.Node | None) -> bool:
     return any(user.op != "output" and not calls_ours(user) for user in node.users)
 
 
-LOWERINGS = {
+def _lower_as_is(operator: OpOverload, *args: Any) -> Any:
+    return tree_map_only(ir.IRNode, ir.TensorBox.create, AuditedKernel.create(operator, *args))
+
+
+LOWERINGS: dict[OpOverload, Callable[..., Any]] = {
     ops.store.default: _lower_store,
     ops.load.default: _lower_load,
     ops.wait_store_.default: _lower_release,
     ops.refuse_stand_ins.default: _lower_refuse_stand_ins,
 }
+for _as_is in (ops.begin_.default, ops.stand_in.default, ops.wait_load_.default):
+    LOWERINGS[_as_is] = partial(_lower_as_is, _as_is)
 
 
 def register() -> None:

@@ -67,7 +67,8 @@ class _Ordering(CustomSchedulerPass):  # type: ignore[misc]  # the base depends 
         returned."""
         if self.before is None:
             return self.version
-        return self.version + (str(self.before.uuid()) if hasattr(self.before, "uuid") else uuid4().hex)
+        known = self.before.uuid() if hasattr(self.before, "uuid") else None
+        return self.version + (uuid4().hex if known is None else str(known))
 
 
 class PinOrder(_Ordering):

@@ -406,7 +406,6 @@ class Search(Trials):
 def _orders(step: Step) -> list[list[int]]:
     """What can be offloaded, in the orders in which it may be."""
     items = step.items
-    movable = [i for i, item in enumerate(items) if Choice.OFFLOAD in item.choices]
     idle = [items[i].produced - items[i].first_use for i in range(len(items))]  # less is longer
     keys: tuple[Callable[[int], tuple[float, ...]], ...] = (
         lambda i: (idle[i], -items[i].nbytes, i),  # longest idle first
@@ -414,7 +413,7 @@ def _orders(step: Step) -> list[list[int]]:
         lambda i: (items[i].last_use, i),  # soonest free to go
         lambda i: (-items[i].nbytes, idle[i], i),  # fewest transfers
     )
-    return [sorted(movable, key=key) for key in keys]
+    return [sorted(step.movable, key=key) for key in keys]
 
 
 def _recomputed(choices: Sequence[Choice]) -> frozenset[int]:

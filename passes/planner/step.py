@@ -166,8 +166,29 @@ class _Modelling:
         elsewhere |= {storage_of(n) for n in graph.find_nodes(op="placeholder")}  # there before the step
         made = buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))
         held = sum(nbytes for key, nbytes in buffers.nbytes.items() if key in given)
-        early = self._made_early(buffers)
-        return [held + alive + before for alive, before in zip(made, early, strict=True)]
+        beside = map(operator.add, self._made_early(buffers), self._read_on(buffers))
+        return [held + alive + more for alive, more in zip(made, beside, strict=True)]
+
+    def _read_on(self, buffers: Buffers) -> list[int]:
+        """Bytes of the groups of which a copy is stored, from its release on, while the forward still reads the group.
+
+        Where such a group is kept, these bytes count twice.
+        """
+        nodes = {n.name: n for n in self.partition.forward.graph.nodes}
+        change = [0] * (len(nodes) + 1)
+        for group in self.plan.groups:
+            item, base = self.plan.items.get(group.slot), nodes[group.base]
+            if item is None or group.pack is None or not group.pack.copy:
+                continue
+            key = storage_of(base)
+            assert key is not None
+            last = max(buffers.last[key], buffers.read_last[key])
+            if base.op == "placeholder":  # the caller has it until the forward returns
+                last = len(nodes) - 2
+            if last > item.last_use:
+                change[item.last_use + 1] += item.nbytes
+                change[last + 1] -= item.nbytes
+        return list(itertools.accumulate(change))[:-1]
 
     def _made_early(self, buffers: Buffers) -> list[int]:
         """Bytes of the groups that a loop makes before their place in the graph, where they can first be stored.

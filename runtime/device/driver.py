@@ -67,6 +67,7 @@ class CudaDriver:
         except (OSError, AttributeError) as error:
             raise _unusable(str(error)) from error
         self._call("cuInit", ctypes.c_uint(0))
+        self._contexts: dict[int, int] = {}
 
     def functions(self) -> Sequence[int]:
         """The addresses of FUNCTIONS."""
@@ -74,11 +75,13 @@ class CudaDriver:
 
     def context(self, index: int) -> int:
         """The context that has the memory of device `index`."""
-        device = ctypes.c_int()
-        context = ctypes.c_void_p()
-        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # it is never released
-        return context.value or 0
+        if index not in self._contexts:
+            device = ctypes.c_int()
+            context = ctypes.c_void_p()
+            self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # it is never released
+            self._contexts[index] = context.value or 0
+        return self._contexts[index]
 
     def record(self, index: int) -> torch.cuda.Event:
         """An event after all work that was queued on the current stream of device `index`."""
@@ -96,11 +99,15 @@ class CudaDriver:
     def pinned(self, index: int, nbytes: int) -> torch.Tensor:
         """Pinned host memory for device `index`, uint8, of just that size. It is freed with the tensor.
 
-        Raises: RuntimeError if there is none.
+        Raises: torch.OutOfMemoryError if there is none; RuntimeError if the driver does not work.
         """
         made = ctypes.c_void_p()
         with self._within(index):
-            self._call("cuMemHostAlloc", ctypes.byref(made), ctypes.c_size_t(nbytes), _PORTABLE)
+            result = self._library.cuMemHostAlloc(ctypes.byref(made), ctypes.c_size_t(nbytes), _PORTABLE)
+        if result:
+            raise torch.OutOfMemoryError(
+                f"{nbytes} B of host memory cannot be pinned: cuMemHostAlloc returned {result}"
+            )
         memory = (ctypes.c_ubyte * nbytes).from_address(made.value or 0)
         weakref.finalize(memory, self._unpin, index, made).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8)

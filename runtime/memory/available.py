@@ -81,10 +81,16 @@ def data_bytes(root: Path = Path("/")) -> int:
 def own_groups(controller: str, root: Path = Path("/")) -> Iterator[Group]:
     """The cgroups with `controller` ("memory", "cpu", ...) of this process, and those above them; some may not exist.
 
+    A kernel that was built without cgroups has none.
+
     Raises:
         OSError: the kernel does not tell.
     """
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number != "0" and controller not in controllers.split(","):

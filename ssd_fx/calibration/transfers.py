@@ -123,9 +123,11 @@ def host_copies(device: torch.device, nbytes: int = _COPY_BYTES) -> dict[str, fl
         return {}
     with queued.on(device):
         side = queued.side(device)
-        there_s, back_s = _copies_s(queued, device, side, nbytes)
-        small_s = sum(_copies_s(queued, device, side, _SMALL_COPY_BYTES)) / 2
-        queued.give_back(device, side)
+        try:
+            there_s, back_s = _copies_s(queued, device, side, nbytes)
+            small_s = sum(_copies_s(queued, device, side, _SMALL_COPY_BYTES)) / 2
+        finally:
+            queued.give_back(device, side)
     latency_s = max(small_s - _SMALL_COPY_BYTES * (there_s + back_s) / 2 / nbytes, 0.0)
     return {"to_host_bw": nbytes / there_s, "from_host_bw": nbytes / back_s, "host_latency_s": latency_s}
 

@@ -79,7 +79,11 @@ from torch._C import (
     _storage_Use_Count,
 )
 
-# The structured trace for `tlparse`: `report/artifacts.py`, the partitioner.
+# Whether somebody watches operators, in this thread: `runtime/calls.py`.
+from torch._C import _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled
+
+# The structured trace for `tlparse`: `report/folder.py`, the partitioner.
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 

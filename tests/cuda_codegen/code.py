@@ -10,11 +10,11 @@ _DEFINED = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.
 DEFINITIONS_END = "async_compile.wait(globals())"
 _GUARD = re.compile(r"with torch\.cuda\._DeviceGuard\(")
 LAUNCHED = re.compile(r"(\w+)\.run\(")
-_LIBRARY = re.compile(r"extern_kernels\.\w+\(|torch\.ops\.(?!ssd_fx\.)[\w.]+\(")
+_LIBRARY = re.compile(r"extern_kernels\.\w+\(|torch\.ops\.[\w.]+\(")
 _SUMMED = re.compile(r"\.sum\(dim=0\)")
-_STORED = re.compile(r"torch\.ops\.ssd_fx\.store\.default\(")
-_LOADED = re.compile(r"torch\.ops\.ssd_fx\.load\.default\(")
-_RELEASED = re.compile(r"torch\.ops\.ssd_fx\.wait_store_\.default\(.*, (True|False), (True|False)(?:, -?\d+)?\)")
+_STORED = re.compile(r"ssd_fx_ops\.store\(")
+_LOADED = re.compile(r"ssd_fx_ops\.load\(")
+_RELEASED = re.compile(r"ssd_fx_ops\.wait_store_\(.*, (True|False), (True|False)(?:, -?\d+)?\)")
 _MADE, _DROPPED = re.compile(r"(\w+) = (empty_strided_cuda\(.*|\w+)"), re.compile(r"\bdel (\w+)")
 _SIGNATURE = re.compile(r"'signature': \{(.*?)\}")
 _ALIGNED = re.compile(r"divisible_by_16=\(([\d, ]*)\)|'configs': \[\{(.*?)\}\]")  # without Triton, and with it

@@ -143,15 +143,15 @@ def call(self, args):
         with torch.cuda._DeviceGuard(0):
             triton_a.run(a, b, 3, stream=raw_stream0)
             extern_kernels.mm(a, reinterpret_tensor(b, (1, 2), (3, 4), 5), out=c)
-            handle = torch.ops.ssd_fx.store.default(c, 'config', 'graph', 0, 0)
+            handle = ssd_fx_ops.store(c, 'config', 'graph', 0, 0)
             triton_a.run(c, b, 3, stream=raw_stream0)
-        torch.ops.ssd_fx.wait_store_.default(handle, reinterpret_tensor(c, (1,), (1,), 0), 1, True, False)
+        ssd_fx_ops.wait_store_(handle, reinterpret_tensor(c, (1,), (1,), 0), 1, True, False)
         with torch.cuda._DeviceGuard(0):
             triton_b.run(d, stream=raw_stream0)
             e = torch.ops.aten.convolution.default(a, b)
             f = workspace_0[0 * 2 : 2].view(1, 2).sum(dim=0)
-        torch.ops.ssd_fx.wait_store_.default(handle_1, d, 2, False, True)
-        loaded = torch.ops.ssd_fx.load.default(handle, [1], [1], torch.float32, device(type='cuda'), 0, True)
+        ssd_fx_ops.wait_store_(handle_1, d, 2, False, True)
+        loaded = ssd_fx_ops.load(handle, [1], [1], torch.float32, device(type='cuda'), 0, True)
 """
 
 

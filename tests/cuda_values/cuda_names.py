@@ -3,7 +3,7 @@
 empty_strided_cuda, device(type="cuda")   memory of that device
 kernels (`CachingAutotuner.run`)          queued; then PyTorch's launcher gives them to Triton's interpreter
 extern_kernels, torch.ops.aten            queued by `OnDevice`; then PyTorch's CPU kernels
-torch.ops.ssd_fx                          called: the runtime itself
+ssd_fx_ops                                called: the runtime itself
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.cuda_codegen import pretend
 from tests.cuda_values import interpreter
 from tests.cuda_values.late_gpu import present
 
-_WAIT = re.compile(r"^ *torch\.ops\.ssd_fx\.wait_load_\.default\(.*\n", re.MULTILINE)
+_WAIT = re.compile(r"^ *ssd_fx_ops\.wait_load_\(.*\n", re.MULTILINE)
 _CONFIGURED = (torch.ops.ssd_fx.begin_.default, torch.ops.ssd_fx.store.default)
 WIDEST = 4096
 without_waits = False  # a planted fault: generated code loses them

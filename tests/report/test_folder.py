@@ -82,8 +82,10 @@ def test_a_dump_that_is_removed_before_the_first_backward_is_made_again(tmp_path
 
 
 def test_marks() -> None:
-    code = "a = torch.ops.ssd_fx.store.default(x, CONFIG)\nassert_alignment(a, 'torch.ops.ssd_fx.store.default')\n"
+    code = "a = ssd_fx_ops.store(x, CONFIG)\nassert_alignment(a, 'torch.ops.ssd_fx.store.default')\n"
     assert marked(code) == code.replace("CONFIG)\n", "CONFIG)  # <-- ssd_fx: store\n")
+    through_dispatcher = "torch.ops.ssd_fx.wait_load_.default(a, h, 1)"
+    assert marked(through_dispatcher) == through_dispatcher + "  # <-- ssd_fx: wait"
 
 
 def test_code_without_options_stays() -> None:

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd_fx.runtime.allowance import MARGIN, REMEMBERED, SETTLED, SIZES, Allowance
+from ssd_fx.runtime import allowance
+from ssd_fx.runtime.allowance import MARGIN, NOTHING, REMEMBERED, SETTLED, SIZES, Allowance
 
 MIB = 1 << 20
 LIMIT = 1000 * MIB
@@ -195,6 +196,32 @@ def test_what_never_fits_is_said_once() -> None:
         assert [training.step() for _ in range(5)] == [350 * MIB] * 5
     assert len(said) == 1
     assert training.allowance.most == 0
+
+
+def test_what_is_missing_is_counted_without_what_stayed() -> None:
+    """A node before had a higher peak, of which a part stayed and could have gone."""
+    made = Allowance(300 * MIB)
+    made.begins("a", 600, 200 * MIB, True, outstanding=0)
+    made.note(peak=350 * MIB, held=100 * MIB, outstanding=100 * MIB)
+    made.note(peak=320 * MIB, held=0, outstanding=0)
+    with pytest.warns(RuntimeWarning, match="a step needs 20 MiB more"):
+        made.finish()
+
+
+def test_a_step_without_an_end_takes_no_more_and_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that lives on has something outstanding, so forwards without backwards never end the step."""
+    monkeypatch.setattr(allowance, "POINTS", 10)
+    training, plain = Training(), Training()
+    long = replace(GPT, points=tuple(((i % 7) * MIB, (1 + i % 5) * 100 * MIB) for i in range(100)))
+    training.step(long)
+    step = training.allowance._step
+    assert step is not None
+    assert len(step.points) <= 11
+    monkeypatch.setattr(allowance, "POINTS", 1000)
+    plain.step(long)
+    for each in (training, plain):
+        each.step(long)
+    assert training.allowance.bounds == plain.allowance.bounds != (NOTHING,)
 
 
 def test_what_the_last_step_took() -> None:

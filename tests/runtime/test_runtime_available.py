@@ -36,6 +36,11 @@ def test_without_a_cgroup(machine: Path) -> None:
     assert available_bytes(machine) == 32 * GIB
 
 
+def test_a_kernel_without_cgroups_limits_nothing(tmp_path: Path) -> None:
+    put(tmp_path, "proc/meminfo", AVAILABLE)
+    assert (available_bytes(tmp_path), total_bytes(tmp_path)) == (32 * GIB, 64 * GIB)
+
+
 def test_what_cannot_be_told_is_nothing(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) == 0
     put(tmp_path, "proc/self/cgroup", "")

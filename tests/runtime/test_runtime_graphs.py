@@ -2,11 +2,14 @@
 
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ssd_fx.runtime import entries, graphs
+from ssd_fx.runtime import store as store_module
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.stores import close_stores, get_store, stores
 from tests.runtime.harness import config_json, load, raw, settle, store
@@ -57,10 +60,24 @@ def test_a_graph_that_came_meanwhile_keeps_it(tmp_path):
     del first
     assert not has_ended(config)
     second = graph(config)
+    assert get_store(config).when_left is None
     del handle
     assert not has_ended(config)
     del second
     assert has_ended(config)
+
+
+def test_a_node_of_the_backward_begins_while_the_store_ends(monkeypatch):
+    """Whoever ends the store takes the run from the entry just before the node has the lock."""
+    entry = SimpleNamespace(run=SimpleNamespace(going=[(5, 0, None)]))
+
+    @contextmanager
+    def ended():
+        entry.run = None
+        yield
+
+    monkeypatch.setattr(store_module, "GUARD", SimpleNamespace(lock=ended()))
+    store_module.Store._let_go(None, entry, seq=3)
 
 
 @pytest.mark.parametrize("lock", [entries.GUARD, graphs._GUARD], ids=["entries", "graphs"])

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from ssd_fx.calibration.rates import out_of_memory
 from ssd_fx.runtime.device import driver, streams
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
@@ -136,6 +137,16 @@ def test_pinned_memory_is_freed_with_its_tensor(monkeypatch):
     assert "cuMemFreeHost" not in [call[0] for call in library.calls]
     del held
     assert ("cuMemFreeHost", ctypes.addressof(library.memory)) in library.calls
+
+
+def test_memory_that_cannot_be_pinned_is_no_fault_of_the_driver(monkeypatch):
+    """Calibration then plans with typical rates, as for any device without free memory."""
+    library = Noting("cuMemHostAlloc", 2)
+    monkeypatch.setattr(driver, "load_library", lambda name: library)
+    with pytest.raises(torch.OutOfMemoryError, match="8 B of host memory cannot be pinned") as raised:
+        driver.cuda().pinned(0, 8)
+    assert out_of_memory(raised.value)
+    assert library.calls[-1][0] == "cuCtxPopCurrent_v2"
 
 
 def test_without_the_driver_memory_and_streams_are_pytorch_s(monkeypatch, caplog):

@@ -27,7 +27,7 @@ HANDLE = torch.empty((), dtype=torch.int64)
 
 def loaded_names(lowered: Lowered) -> list[str]:
     """The buffers that are waited for, in order."""
-    return re.findall(r"wait_load_\.default\((\w+),", lowered.code)
+    return re.findall(r"wait_load_\((\w+),", lowered.code)
 
 
 def overwritten(lowered: Lowered) -> list[str]:

@@ -70,6 +70,26 @@ def names(nodes: list[BaseSchedulerNode]) -> list[str]:
     return [n.get_name() for n in nodes]
 
 
+def test_a_pass_of_the_user_without_an_identity_has_a_new_one_each_time() -> None:
+    """`uuid` may return None: what was compiled with another such pass is not this one's."""
+
+    class Nameless:
+        def uuid(self) -> None: ...
+
+    class Named:
+        def uuid(self) -> str:
+            return "v2"
+
+    def plain(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        return nodes
+
+    for before in (Nameless(), plain):
+        made = order.PinOrder("v1", before)
+        assert made.uuid() != made.uuid()
+    assert order.PinOrder("v1", Named()).uuid() == "v1v2"
+    assert order.PinOrder("v1").uuid() == "v1"
+
+
 def test_without_the_pins_inductor_chooses_another_order() -> None:
     """The reorder is on and would move kernels: what the test above sees is the pins' work."""
     planned: list[list[str]] = []

@@ -105,8 +105,6 @@ def test_what_several_need_to_be_recomputed_is_computed_once() -> None:
     """Attention's result and its logsumexp, each of which takes the whole attention of 3 s again."""
     items = tuple(Item(10, 0, 0, 3, 3, recompute_s=3.5, choices=ALL) for _ in range(2))
     step = Step((1.0,) * 4, (0,) * 4, 2, items, shared=(Shared(3.0, (0, 1)),))
-    assert step.again_s([0, 1]) == 4.0
-    assert step.again_s([1]) == 3.5
     assert step.own_again_s == [0.5, 0.5]
     assert step.fair_again_s == [2.0, 2.0]
     played = replay(step, [Choice.RECOMPUTE] * 2, Schedule(), machine(1.0))

@@ -108,6 +108,18 @@ def test_what_is_read_before_a_store_is_gone_behind_it() -> None:
     assert (gone[at(tanh)], gone[at(exp)]) == (0, 256)
 
 
+def test_a_tensor_counts_while_it_is_read_though_only_a_copy_of_a_part_is_stored() -> None:
+    """mm -> a slice of it is copied and stored; the sum at the end reads all of it."""
+    partition = toys.partitioned(toys.slice_and_living_base)
+    plan = analyse(partition, toys.options())
+    copied = next(g for g in plan.groups if g.pack is not None and g.pack.copy)
+    nodes = [n.name for n in partition.forward.graph.nodes]
+    forward, _ = _Modelling(partition, plan, {slot: frozenset(Choice) for slot in plan.items})._base()
+    release, last_read = plan.items[copied.slot].last_use, nodes.index("sum_2")
+    assert release == nodes.index(copied.base) < last_read
+    assert all(nbytes >= copied.nbytes for nbytes in forward[release + 1 : last_read + 1])
+
+
 def test_all_that_one_kernel_writes_is_there_from_its_first_result_on() -> None:
     """mm -> (sin, cos, tanh) -> mm: one kernel, whose first result can be stored before the others' place."""
 

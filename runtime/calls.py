@@ -1,0 +1,36 @@
+"""The operators as plain functions: what the Python code calls that Inductor generates.
+
+PyTorch's dispatcher turns each argument into a C++ value and back. For an operator whose kernel is Python it does
+nothing else, unless somebody watches: a dispatch mode, or the profiler. Then the operator itself is called.
+`benchmarks/host_time.py --dispatched` has what a tensor costs with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ssd_fx.compat import _len_torch_dispatch_stack, _profiler_enabled
+from ssd_fx.runtime.ops import KERNELS
+
+
+def _of(name: str) -> Callable[..., Any]:
+    operator, kernel = getattr(torch.ops.ssd_fx, name).default, KERNELS[name]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _len_torch_dispatch_stack() or _profiler_enabled():
+            return operator(*args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    return call
+
+
+begin_ = _of("begin_")
+store = _of("store")
+stand_in = _of("stand_in")
+refuse_stand_ins = _of("refuse_stand_ins")
+wait_store_ = _of("wait_store_")
+load = _of("load")
+wait_load_ = _of("wait_load_")
