@@ -3,7 +3,7 @@
     forward    produced ........ last_use
     backward   first_use ....... last_bwd_use
 
-A place on the axis is the index of a node in a `Plan`, and that of an operator in the planner, which merges nodes
+A place on the axis is an index: of a node in a `Plan`, of an operator in the planner, which merges nodes
 (`planner/step.py`). The indices of the backward follow those of the forward.
 """
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Choice(enum.Enum):
-    """What becomes of an alias group between forward and backward.
+    """The choices for an alias group between forward and backward.
 
     A group that is deferred is offloaded, but it is written when there is nothing else to write, and loaded first. If
     it is still in memory then, it is forwarded: nothing is read.
@@ -43,7 +43,7 @@ class Choice(enum.Enum):
     __hash__ = object.__hash__  # Enum's own is a Python function, and the search looks up tuples of thousands of these
 
 
-CHOICES = frozenset({Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD})  # what may be allowed; only the search defers
+CHOICES = frozenset({Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD})  # these may be allowed; only the search defers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Item:
     """An alias group of `nbytes`, and its places on the axis: where it is produced and read last in the forward, read
     first and last in the backward.
 
-    `choices`: what is allowed. `recompute_s`: seconds to compute it again, for which the items `needs` must be there.
-    `launches`: what the host launches for that.
-    `tier`: where it goes if it is offloaded, host memory only as far as it fits; None: wherever it is better.
+    `choices`: those that are allowed. To compute the item again takes `recompute_s` seconds and `launches` launches of
+    the host, and the items `needs` must be in memory. `tier`: where it goes if it is offloaded, to host memory only as
+    far as it fits; None leaves that to the planner.
     """
 
     nbytes: int
@@ -76,7 +76,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the prices of several items have in common: those that are recomputed together compute it once."""
+    """A cost that is in the prices of several items. If some of them are recomputed together, it is paid once."""
 
     seconds: float
     items: tuple[int, ...]
@@ -84,13 +84,13 @@ class Shared:
 
 
 def _of_items(field: Callable[[Item], int]) -> cached_property[list[int]]:
-    """What is read of every item each time that the step is replayed."""
+    """A list with one value for each item. Every replay of the step reads it, so it is made once."""
     return cached_property(lambda step: [field(item) for item in step.items])
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """Of the items of a step; `change` as the step has it. Bytes are exact up to 2**53."""
+    """Fields of the items of a step as arrays, and the step's `change`. Bytes are exact up to 2**53."""
 
     nbytes: npt.NDArray[np.float64]
     change: npt.NDArray[np.float64]
@@ -102,10 +102,10 @@ class Arrays:
 class Step:
     """One training step, as the planner sees it.
 
-    `seconds`: of every operator, forward then backward. `base`: the bytes alive during each that no choice touches.
-    `forward`: how many of them are the forward's. `host_budget`: bytes that may be in host memory. `launches`: what
-    the host launches. `shared`: what is in the price of more than one item. Of the step of a graph, `slots` has the
-    slot of every item, and `nodes` the first and the last node of every operator.
+    `seconds` has the time of every operator; the first `forward` of them are the forward's. `base` has the bytes that
+    are alive during every operator, without the items. Up to `host_budget` bytes of items may be in host memory.
+    `launches`: how many launches of the host a step has. `shared`: the costs that several items share. If the step is
+    that of a graph, `slots` has the slot of every item, and `nodes` the first and the last node of every operator.
     """
 
     seconds: tuple[float, ...]
@@ -120,7 +120,7 @@ class Step:
 
     @cached_property
     def own_again_s(self) -> list[float]:
-        """Seconds to recompute every item, without what it shares with others: no set of items costs less."""
+        """Seconds to recompute every item, without its shared costs: a set of items never costs less than their sum."""
         own = [item.recompute_s for item in self.items]
         for shared in self.shared:
             for i in shared.items:
@@ -129,7 +129,7 @@ class Step:
 
     @cached_property
     def fair_again_s(self) -> list[float]:
-        """Seconds to recompute every item, with its part of what it shares: by bytes, as if all were recomputed."""
+        """Seconds to recompute every item, with a part of its shared costs: by bytes, as if all were recomputed."""
         fair = list(self.own_again_s)
         for shared in self.shared:
             nbytes = sum(self.items[i].nbytes for i in shared.items)
@@ -138,7 +138,7 @@ class Step:
         return fair
 
     def launched(self, recomputed: Collection[int]) -> int:
-        """What the host launches if these items are recomputed."""
+        """The number of launches of the host if these items are recomputed."""
         together = frozenset(recomputed)
         alone = sum(self.items[i].launches for i in together)
         twice = (s.launches * max(len(together.intersection(s.items)) - 1, 0) for s in self.shared if s.launches)
@@ -149,7 +149,7 @@ class Step:
     produced = _of_items(lambda item: item.produced)
     last_use = _of_items(lambda item: item.last_use)
     first_use = _of_items(lambda item: item.first_use)
-    free_bytes = _of_items(lambda item: item.nbytes if len(item.choices) > 1 else 0)  # of what has a choice
+    free_bytes = _of_items(lambda item: item.nbytes if len(item.choices) > 1 else 0)  # 0: it has no choice
 
     @cached_property
     def arrays(self) -> Arrays:
@@ -163,18 +163,18 @@ class Step:
 
     @cached_property
     def least_moved(self) -> float:
-        """The least part of the bytes of any item that is moved if the item is."""
+        """The smallest share of its bytes that any item writes and reads back."""
         return min((moved / n for moved, n in zip(self.moved, self.nbytes, strict=True) if n), default=0.0)
 
     @cached_property
     def chains(self) -> list[tuple[int, tuple[int, ...]]]:
-        """The items that need others to be computed again, and these, last produced first."""
+        """The items that need others to be computed again, each with those others; the last produced comes first."""
         order = sorted(range(len(self.items)), key=self.produced.__getitem__, reverse=True)
         return [(i, self.items[i].needs) for i in order if self.items[i].needs]
 
     @cached_property
     def change(self) -> list[int]:
-        """How the bytes alive with everything kept change from each operator to the next."""
+        """With everything kept, how the bytes alive change from each operator to the next."""
         change = [after - before for before, after in itertools.pairwise((0, *self.base, 0))]
         for item in self.items:
             change[item.produced] += item.nbytes
@@ -188,7 +188,7 @@ class Step:
 
     @cached_property
     def floor(self) -> int:
-        """The peak in bytes with all that can be offloaded or recomputed gone, and infinitely fast I/O."""
+        """The peak in bytes if all items that can be offloaded or recomputed are gone, with infinitely fast I/O."""
         change = self.change.copy()
         for item in self.items:
             if item.choices != {Choice.KEEP}:
@@ -197,7 +197,7 @@ class Step:
         return max(itertools.accumulate(change[:-1]), default=0)
 
     def kept_bytes(self, choices: Sequence[Choice]) -> int:
-        """Bytes that are kept of what can be offloaded or recomputed."""
+        """Bytes of the items that are kept although they could be offloaded or recomputed."""
         return sum([nbytes for nbytes, c in zip(self.free_bytes, choices, strict=True) if c is Choice.KEEP])
 
     def operator(self, node: int) -> int:

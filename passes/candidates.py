@@ -1,6 +1,6 @@
 """Partitions of a joint graph that may be taken instead of PyTorch's own, or that proposals begin from.
 
-Each is made by a cut of PyTorch's, with tags. `proposals.py` says which are made, and which is taken.
+PyTorch's min-cut makes each of them, with tags. `proposals.py` says which are made, and which is taken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ssd_fx.passes.schedule import Replay
 
 @dataclass(frozen=True)
 class Candidate:
-    """`again`: what the partition computes again, although no plan asked for it."""
+    """A partition and its plan. `again`: names of the nodes that it computes again whatever a proposal asks for."""
 
     partition: Partition
     plan: Plan
@@ -39,8 +39,8 @@ class Candidate:
 
 
 def cut_so(joint: Joint, first: Candidate, again: frozenset[str], proposal: Plan) -> Partition | None:
-    """The partition that computes the nodes `again`, as a plan proposes; None where PyTorch cannot make it, or it must
-    not be used."""
+    """The partition whose backward computes the nodes `again`, as `proposal` asks; None if PyTorch cannot make it, or
+    if it must not be used."""
     try:
         partition = joint.partition_again(again, proposal.saved_nodes)
     except CutError as error:
@@ -53,9 +53,9 @@ def cut_so(joint: Joint, first: Candidate, again: frozenset[str], proposal: Plan
 def _may_replace(first: Partition, partition: Partition) -> bool:
     """Whether a partition may be used instead of PyTorch's own.
 
-    Other ranks may run PyTorch's own partition, and all must communicate in the same order. So this one must
-    communicate like the first one. Its backward must read no further tensor that the caller may change before, and
-    compare nothing that it computes again.
+    Other ranks may run PyTorch's own partition, `first`, and all must communicate in the same order. So `partition`
+    must communicate like it. Its backward must not compare a tensor that it computes again. Nor may it read a tensor
+    that the caller may change, unless the backward of `first` reads that too.
     """
     if communication(partition) != communication(first) or compares_again(partition):
         return False
@@ -63,9 +63,9 @@ def _may_replace(first: Partition, partition: Partition) -> bool:
 
 
 def layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | None:
-    """The partition that saves what lies between layers, with what the analyses find in it; None if it cannot be made.
+    """The partition that saves the tensors between layers; None if it cannot be made.
 
-    Nothing is decided in its plan. Proposals begin from it, and it is never used as it is.
+    Its plan has the facts of the analyses, and no decisions. Proposals begin from it, and it is never used as it is.
     """
     between, wanted = between_layers(own.partition), _wanted(own)
     if not between.saved:
@@ -78,10 +78,10 @@ def layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | N
 
 
 def selective(joint: Joint, own: Candidate, first: Plan, options: PlanOptions) -> Candidate | None:
-    """The partition that computes again what takes no product and no attention, as a selective checkpoint of every
-    layer does, with what the analyses find in it; None if it cannot be made, or must not be used.
+    """The partition that saves the results of library calls, such as products and attention, and computes the rest
+    again, as a selective checkpoint of every layer does; None if it cannot be made, or must not be used.
 
-    `first`: a plan of PyTorch's own partition, with prices.
+    Its plan has the facts of the analyses. `first`: a plan of PyTorch's own partition, with prices.
     """
     graph, wanted = own.partition.forward.graph, between_layers(own.partition).saved | _wanted(own)
     made = {n.name for n in graph.nodes if n.op == "call_function"}
@@ -103,7 +103,7 @@ def selective(joint: Joint, own: Candidate, first: Plan, options: PlanOptions) -
 
 
 def _wanted(own: Candidate) -> frozenset[str]:
-    """Names of the nodes with what the user wants to be saved: what is computed again is neither kept nor offloaded."""
+    """Names of the nodes whose tensors the user wants kept or offloaded. They must be saved, not computed again."""
     nodes = {n.name: n for n in own.partition.forward.graph.nodes}
     marked = [g for g in own.plan.groups if g.slot in own.plan.marks and own.plan.marks[g.slot].decision != "recompute"]
     storages = {storage_of(nodes[group.base]) for group in marked}
@@ -120,7 +120,7 @@ def _beginning(
 
 @contextmanager
 def _told(own: Candidate, what: str) -> Iterator[None]:
-    """Within, a cut that PyTorch cannot make is a warning."""
+    """Turn a `CutError` of the body into a warning. `what`: the partition that was to be cut, in words."""
     try:
         yield
     except CutError as error:

@@ -1,6 +1,6 @@
-"""The plan of one partition, which does not change: analyses, and then decisions.
+"""Makes the plan of one partition: first the analyses run, then the decisions.
 
-Every pass reads the partition and returns the plan with more of its fields filled. The verifier runs after each.
+No pass changes the partition. Each returns the plan with more of its fields filled, and the verifier checks that plan.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ssd_fx.passes.verify.plan import verify_plan
 
 
 def analyses(options: PlanOptions, machine: Machine) -> tuple[PlanPass, ...]:
-    """What finds facts about a partition, which no decision changes."""
+    """The passes that find facts about a partition. No decision changes these facts."""
     return (
         alias,  # first: the alias group is the unit of everything that follows
-        *([keep_compared] if options.lossy else []),  # before merge_copies, which passes over what has an obstacle
-        partial(  # what `select` must obey
+        *([keep_compared] if options.lossy else []),  # before merge_copies, which skips groups with an obstacle
+        partial(  # finds the marks that `select` must obey
             mark,
             keep=options.keep,
             offload=options.offload,
@@ -58,7 +58,7 @@ def decisions(
     host_tier: bool,
     quick: bool,
 ) -> tuple[PlanPass, ...]:
-    """What keeps, offloads or recomputes each alias group, and says where the nodes go.
+    """The passes that decide what becomes of each alias group, and where its nodes go.
 
     `priced`, `saved`, `quick`: as in `decide`; `host_tier`: as in `select`.
     """
@@ -81,9 +81,9 @@ def decide(
 ) -> Plan:
     """A plan of `partition`.
 
-    `budget`: None for that of the options. `priced`: groups may be recomputed, except those of the
-    slots `saved`; such a plan asks for another partition. `quick`: with a short search. `analysed`: an earlier,
-    unpriced plan of the partition, whose analyses are used.
+    `budget`: None takes that of the options. `priced`: groups may be recomputed, except those of the slots `saved`;
+    such a plan asks for another partition. `quick`: the search is a short one. `analysed`: an earlier, unpriced plan of
+    the partition; its analyses are used.
 
     Raises:
         BudgetError: no plan meets the budget.
@@ -97,7 +97,7 @@ def decide(
 
 
 def analyse(partition: Partition, options: PlanOptions) -> Plan:
-    """What the analyses find in `partition`, with nothing decided; no budget changes it."""
+    """The plan of `partition` after the analyses, with nothing decided. It does not depend on the budget."""
     plan = Plan(graph=fingerprint(partition, options.chosen))
     return _run(analyses(options, machine_of(partition, options)), partition, plan)
 

@@ -1,4 +1,4 @@
-"""Alias groups: the saved tensors that share bytes, and what is stored of those.
+"""Alias groups: the saved tensors that share bytes, and which of these bytes are stored.
 
 storage of base      ..[========]......        box: the part that the members need
 stored (layout)        [========]              pack: dense, in the order of memory
@@ -96,7 +96,7 @@ class Copy:
     """A copy of stored bytes, which the backward makes again.
 
     `node`: the forward node that copies. `of`: the copy that it copies, or None for the stored tensor. `source`: the
-    layout of what it copies, within `of` or the stored tensor.
+    layout of the copied elements, within `of` or the stored tensor.
     """
 
     node: str
@@ -125,10 +125,10 @@ class Member:
 class AliasGroup:
     """All saved tensors that share one storage or are copies of it: the unit of every decision.
 
-    `base`: the forward node that owns the storage. The store writes the base itself, or what `pack` makes of it;
-    `layout` is the layout of what it writes. `nbytes`: the storages, which stay in memory if the group is kept.
-    `stored_nbytes`: what is written once and read once. `obstacle`: why the group cannot be offloaded, or empty. Where
-    sizes are symbolic, bytes are those of the call that was compiled.
+    `base`: the forward node that owns the storage. The store writes the base itself, or the tensor that `pack` makes of
+    it, with the layout `layout`. `nbytes`: bytes of the storages, which stay in memory if the group is kept.
+    `stored_nbytes`: bytes that are written once and read once. `obstacle`: why the group cannot be offloaded, or empty.
+    Where sizes are symbolic, bytes are those of the call that was compiled.
     """
 
     slot: int

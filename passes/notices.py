@@ -1,4 +1,4 @@
-"""Warnings about a plan that keeps or stores something otherwise than the user asked for."""
+"""Warnings about tensors that a plan does not keep or store as the user asked, or keeps for a reason that can go."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CHANGEABLE = {
     NESTED: "a nested region (torch.compiler.nested_compile_region) returns it, and PyTorch's metadata confuse the "
     "results of its calls. ssd_fx can offload it without the region.",
 }
-"""Obstacles that the user can remove, with how."""
+"""Obstacles that the user can remove, and what the warning says about each."""
 
 
 def warn(plan: Plan, options: PlanOptions, *, host_tier: bool) -> None:
-    """Warn of all that the user should know about the plan. `host_tier`: as in `pipeline.decisions`."""
+    """Warn of all that the user should know about the plan. `host_tier`: as in `select`."""
     _warn_marked(plan)
     _warn_kept(plan, options.min_bytes)
     if host_tier:

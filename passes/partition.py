@@ -39,7 +39,7 @@ COPIED = "ssd_fx_copied"  # in node.meta: a copy that a pass made of an input wh
 
 @dataclass
 class Partition:
-    """What PyTorch's partitioner returned; rewrite passes edit the two modules in place.
+    """The two modules that PyTorch's partitioner returned; rewrite passes edit them in place.
 
     `num_fwd_outputs` is the number of leading forward outputs that are not saved tensors (user outputs, mutated inputs,
     intermediate bases, tokens). Each saved forward output has the name of its backward placeholder. `activations`:
@@ -60,7 +60,7 @@ class Partition:
 
     @property
     def is_of_region(self) -> bool:
-        """Whether it is of a nested region. Inductor gives all that a region returns the strides of the graph."""
+        """Whether this is a nested region. Inductor gives its results the strides that they have in the graph."""
         return "desc" not in self.fwd_output.meta
 
     @property
@@ -86,7 +86,7 @@ class Partition:
 
     @property
     def caller_inputs(self) -> list[fx.Node]:
-        """The forward's inputs that the caller may write into before the backward: all where parameters are not known.
+        """The forward's inputs that the caller may write into before the backward; all, if parameters are not known.
 
         Parameters that are trained are not among them, because the caller changes them only after the backward.
         Buffers, frozen parameters and other tensors of a module are: a moving average, a cache, or a table may change
@@ -111,7 +111,7 @@ class Partition:
 
     @property
     def is_whole_step(self) -> bool:
-        """Whether all gradients that come in are those of numbers, as that of a loss: then the backward comes next.
+        """Whether every gradient that comes in is that of one number, such as a loss. Then the backward comes next.
 
         Otherwise the graph may be one of many whose forwards all come before the first backward.
         """
@@ -155,7 +155,8 @@ def activation_names(
 
     `static`: the indices of inputs that live longer than a step, or None where that is not known. They count from the
     first primal. So they do not fit a graph with effect tokens, which come before it, or with parts of subclasses.
-    `lasting`: the same of the arguments of the compiled function, which such inputs are traced back to.
+    The inputs of such a graph are traced back to arguments of the compiled function. `lasting`: the indices of those
+    arguments that live longer than a step, or None.
     """
     inputs = [n for n in joint.graph.nodes if n.op == "placeholder"]
     descs = {n.name: n.meta.get("desc") for n in inputs}
@@ -170,7 +171,7 @@ def activation_names(
 
 
 def _whole(desc: object) -> object:
-    """What an input is, or is a part of."""
+    """The descriptor of the tensor that an input is a part of; `desc` itself if the input is no part."""
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return desc
@@ -230,14 +231,14 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 _WRAPPERS = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
-"""With what they take before the operator that they wrap."""
+"""PyTorch's wrappers of an operator, with the number of arguments before that operator."""
 
 
 def called(node: fx.Node) -> tuple[object, tuple[Any, ...], dict[str, Any]]:
-    """What a node calls, with its arguments.
+    """The operator that a node calls, and its arguments.
 
-    Under a checkpoint PyTorch wraps what may draw random numbers: the forward saves the generator's state around it,
-    and the backward sets it (torch._prims.rng_prims). Then it is what is wrapped.
+    Under a checkpoint PyTorch wraps operators that may draw random numbers: the wrapper saves the generator's state in
+    the forward, and sets it in the backward (torch._prims.rng_prims). Then this returns the wrapped operator.
     """
     if isinstance(node.target, OpOverload):  # the usual case
         return node.target, node.args, node.kwargs
@@ -249,7 +250,7 @@ def called(node: fx.Node) -> tuple[object, tuple[Any, ...], dict[str, Any]]:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """What a node's operator is called with, by the names in its schema; defaults where it is given nothing."""
+    """The arguments of a node's operator by their names in its schema, with the defaults of those not given."""
     operator, args, kwargs = called(node)
     assert isinstance(operator, OpOverload)
     arguments = operator._schema.arguments
@@ -264,7 +265,7 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """All FakeTensors of a node, also those in tuples; of a wrapper (`called`), those that somebody takes."""
+    """All FakeTensors of a node, also those in tuples; for a wrapper (`called`), those of the items that nodes take."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):  # the usual case: tree_leaves takes ten times as long
         return [val]
@@ -274,7 +275,7 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _taken(item: fx.Node) -> list[torch.Tensor]:
-    """What is taken of an item, which may be a tuple itself."""
+    """The FakeTensors of an item of a tuple; if it is a tuple itself, those of the items that nodes take of it."""
     return tensors_of(item) or [t for user in item.users if user.target is operator.getitem for t in _taken(user)]
 
 

@@ -34,9 +34,9 @@ GRAPH_NAME = "ssd_fx_graph"
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What there is to tell of a rewritten partition.
+    """A rewritten partition with all that reports need.
 
-    `names`: of the nodes before the rewrite (`node_names`). `about`: what `About` has returned.
+    `names`: those of the nodes before the rewrite (`node_names`). `about`: the text that `About` returned.
     """
 
     partition: Partition
@@ -49,19 +49,19 @@ class Rewritten:
 Report = Callable[[Rewritten], None]
 
 About = Callable[[Partition, Plan, PlanOptions], str]
-"""Returns what the graph carries about its plan, for reports (`runtime/plans.py`)."""
+"""Returns the text about its plan that the graph carries, for reports (`runtime/plans.py`)."""
 
 Survey = Callable[[Joint, PlanOptions, bool], NoReturn]
-"""Gets a joint graph that nobody will run, and whether nothing of it may be offloaded. It ends the compilation."""
+"""Looks at a joint graph, and ends the compilation. The `bool` says that nothing of the graph may be offloaded."""
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Within, Python looks for garbage among all of its objects thirty times as rarely.
+    """In the body, Python looks for garbage among all of its objects thirty times as rarely.
 
-    A process with torch has a million of them, and a partition makes as many. Most of these live to its end, so to look
-    through them is in vain (docs/results/measurements.md, "Partition and planning beside the whole compilation"). The
-    setting is the process's: Dynamo compiles in one thread at a time.
+    A process with torch has a million objects, and making a partition adds as many. Most of these live until it is
+    made, so looking through them finds little (docs/results/measurements.md, "Partition and planning beside the whole
+    compilation"). The setting is one for the whole process, but Dynamo compiles in one thread at a time.
     """
     young, middle, all_objects = gc.get_threshold()
     gc.set_threshold(young, middle, 30 * all_objects)
@@ -75,11 +75,11 @@ def rare_collections() -> Iterator[None]:
 class Partitioner(CustomPartitionerFn):
     """Partitions a joint graph and offloads its saved tensors.
 
-    `keeps_all`: nothing is offloaded, and PyTorch's own partition is used. `survey`: the graph is only looked at.
-    `log`: like `report`, but it does not get what a compile cache returns. `is_traced` says whether it wants the code.
-    `lasting`: the arguments of the compiled function that live longer than a step; None if that is not known.
-    `during`: a context that the planning runs in. `about`: None for a graph that tells nobody.
-    `report`, `log`, `during`, `survey` and `about` are pickled, so each is a function of a module, or a partial of one.
+    `keeps_all`: nothing is offloaded, and PyTorch's own partition is used. `survey`: it gets the graph, and nothing is
+    compiled. `report` gets every rewritten partition. So does `log`, but not if the graph comes from a compile cache,
+    and it wants the code only if `is_traced`. `lasting`: as in `activation_names`. `during`: a context in which the
+    planning runs. `about`: None if the graph carries no text. `report`, `log`, `during`, `survey` and `about` are
+    pickled, so each is a function of a module, or a partial of one.
     """
 
     options: PlanOptions
@@ -120,7 +120,7 @@ class Partitioner(CustomPartitionerFn):
         return partition.forward, partition.backward
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what only tells: its lines of the model must not be in the keys of compile caches."""
+        """Leave out `log` and `about`, which only report. They hold lines of the model, which no cache key may have."""
         return self.__dict__ | {"log": None, "about": None}
 
     def uuid(self) -> str:
@@ -129,22 +129,22 @@ class Partitioner(CustomPartitionerFn):
         parts = [repr(self.options), str(self.keeps_all), str(lasting), torch.__version__]
         policy = self.options.policy
         if self.report is not None or ranks_agree() or (policy is not None and not policy.uuid):
-            # Another process has no report of ours, and may have another function of that name. And where ranks
-            # exchange what they save, all must partition: with a cached result one rank would go on to a collective of
-            # the forward, while others wait in the exchange.
+            # Another process has no report of ours, and its policy may be another function of the same name. And if
+            # ranks exchange what they save, all must partition: a rank with a cached result would go on to a collective
+            # of the forward, while others wait in the exchange.
             parts.append(_PROCESS)
         if self.survey is not None:
-            parts.append(uuid.uuid4().hex)  # with any cached result there would be none
+            parts.append(uuid.uuid4().hex)  # with a cached result nothing would be surveyed
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def is_traced() -> bool:
     """Whether PyTorch writes a structured trace, as for `tlparse` (`TORCH_TRACE`)."""
-    return bool(trace_log.handlers)  # one that finds no directory has removed itself when Dynamo began
+    return bool(trace_log.handlers)  # a handler without a directory removes itself when Dynamo begins
 
 
 def hooks_are_compiled_in() -> bool:
-    """Whether AOTAutograd will compile saved-tensor hooks into the partitioned graphs. They read what is saved."""
+    """Whether AOTAutograd will compile saved-tensor hooks into the partitioned graphs. They read the saved tensors."""
     hooks = saved_tensors_hooks()
     return hooks is not None and isinstance(hooks[0], fx.GraphModule)
 

@@ -9,8 +9,8 @@
     LAST               on both graphs, whatever was planned
     inductor_passes    within Inductor, on its graph and on its kernels
 
-`proposals.py` runs both, analyses and decisions for several partitions. The verifier runs after every pass of
-analyses and decisions, and after the rewrite. `lowering/audit.py` checks the generated code when it is written.
+`proposals.py` runs analyses and decisions for several partitions. The verifier runs after every analysis and every
+decision, and after the rewrite. `lowering/audit.py` checks the generated code when it is written.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ _UNSEEN = Stages(on=False)
 JOINT: tuple[Callable[[fx.Graph], fx.Graph | None], ...] = (
     lift,  # first: marks are nodes that would hide patterns. Under Inductor they are gone already (inductor_passes)
     rejoin_views,  # corrects the metadata of views, which the next passes read
-    merge_equal,  # as the cut would: the views of what it merges are rejoined as well
-    save_what_reads_changed_inputs,  # tags what the cut must save
+    merge_equal,  # before the cut, which would do it too, but would not rejoin the views of merged nodes
+    save_what_reads_changed_inputs,  # tags the nodes that the cut must save
 )
 
 AFTER_CUT: tuple[Callable[[Partition], None], ...] = (
-    copy_changed_inputs,  # only the cut says what the backward reads of the inputs that the step changes
+    copy_changed_inputs,  # only the cut says which of the inputs that the step changes the backward reads
 )
 
 FOR_INDUCTOR: tuple[Callable[[Partition], None], ...] = (
-    turn_operands,  # kernels of an interpreted graph would return results with other strides than the views expect
+    turn_operands,  # not for interpreted graphs, whose kernels would then return other strides than views expect
 )
 
 LAST: tuple[Callable[[Partition], None], ...] = (
-    refuse_stand_ins,  # after the rewrite: it is about what is kept, even if that is everything
-    annotate_ours,  # behind all that adds nodes
+    refuse_stand_ins,  # after the rewrite, because it is about kept tensors; also if everything is kept
+    annotate_ours,  # behind all passes that add nodes
 )
 
 
 @dataclass(frozen=True)
 class OursFirst(CustomGraphPass):
-    """A pass of ours over a graph of Inductor's, and behind it the user's, `then`. `version`: of our source."""
+    """Runs our pass over a graph of Inductor's, and then the user's passes. `version`: a digest of our source."""
 
     ours: Callable[[fx.Graph], None]
     version: str
@@ -77,7 +77,7 @@ class OursFirst(CustomGraphPass):
             other(graph)
 
     def uuid(self) -> Any:
-        """The identity in compile caches; None, which turns caching off, where a pass of the user has none."""
+        """The identity in compile caches; None, which turns caching off, if a pass of the user has no identity."""
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.then]
         return None if None in others else (self.version, *others)
 
@@ -85,16 +85,16 @@ class OursFirst(CustomGraphPass):
 def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str, Any]:
     """Settings of Inductor that make it run our passes, in the order of the settings below.
 
-    `version`: of the package's source, for compile caches. What the user has set is run as well.
+    `version`: a digest of the package's source, for compile caches. The passes that the user has set run too.
     """
-    # These import Inductor's scheduler.
+    # not at the top of the file, because it imports Inductor's scheduler
     from ssd_fx.passes.lowering.order import BeforeFusion, PinOrder
 
     def first(ours: Callable[[fx.Graph], None], theirs: Any) -> OursFirst:
         return OursFirst(ours, version, _as_tuple(theirs))
 
     def beside(ours: Callable[[fx.Graph], None], theirs: Any) -> Any:
-        """Inductor calls the user's passes itself, if it can: some ask it whether the graph is one of inference."""
+        """Let Inductor call the user's passes itself if it takes several: some ask it whether this is inference."""
         return (first(ours, None), *_as_tuple(theirs)) if TAKES_SEVERAL_PASSES else first(ours, theirs)
 
     return {
@@ -102,7 +102,7 @@ def inductor_passes(partitioner: CustomPartitionerFn, version: str) -> dict[str,
         # the fused kernel, and Inductor removes an alias anyway
         "joint_custom_pre_pass": first(lift, inductor_config.joint_custom_pre_pass),
         "custom_partitioner_fn": partitioner,  # JOINT to LAST
-        # before Inductor makes products and additions one, and before it asks what strides an output has
+        # before Inductor merges products with additions, and before it asks what strides an output has
         "post_grad_custom_pre_pass": beside(_before_patterns, inductor_config.post_grad_custom_pre_pass),
         # before fusion, which could reverse operators that communicate
         "_pre_fusion_custom_pass": BeforeFusion(version, inductor_config._pre_fusion_custom_pass),
@@ -119,9 +119,9 @@ def joint_of(
     lasting: frozenset[int] | None = None,
     inner: str = "inductor",
 ) -> Joint:
-    """The joint graph, ready to be cut; `inputs`, `arguments` are those of PyTorch's min-cut, `lasting` of `Joint`.
+    """The joint graph, ready to be cut. `inputs` and `arguments` are those of PyTorch's min-cut, `lasting` of `Joint`.
 
-    `inner`: what compiles the graphs, as in the options."""
+    `inner`: the compiler of the graphs, as in the options."""
     stages.after("joint", joint=gm)
     for each in JOINT:
         other = each(gm.graph)
@@ -140,11 +140,11 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
 
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stages = _UNSEEN, about: str = "") -> None:
-    """Put the nodes of the plan into both graphs. `about`: what the forward carries for reports."""
+    """Put the nodes of the plan into both graphs. `about`: the text that the forward carries for reports."""
     host_tier = has_host_tier(partition)
     warn(plan, options, host_tier=host_tier)  # first: if the rewrite fails, the user knows what was planned
     before = Before.of(partition)
-    if plan.groups or kept_activations(partition):  # of outputs alone there is no group, and the report shows them
+    if plan.groups or kept_activations(partition):  # saved outputs have no group, but are in the report
         insert(partition, plan, config=options.runtime_config, about=about)
         stages.after("insert", forward=partition.forward, backward=partition.backward)
         verify_graphs(partition, plan, before)

@@ -1,6 +1,6 @@
-"""The plan: what is decided for every alias group, and where its nodes go.
+"""The plan: the decision for every alias group, and where its nodes go.
 
-    Plan(graph) -> alias -> keep_compared -> mark -> merge_copies -> time -> lifetime -> price -> select -> insert
+    alias -> keep_compared -> mark -> merge_copies -> lay_out -> time -> lifetime -> price -> select -> insert
 
 Each pass reads a `Partition` and returns a `Plan` with more of its fields filled. `insert` obeys the plan and decides
 nothing. Node names are opaque keys, shared by forward and backward.
@@ -60,7 +60,7 @@ Decision = Keep | Offload | Recompute
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the user wants of a group; `reason` names the call, option or policy.
+    """What the user decided for a group; `reason` names the call, option or policy.
 
     `tier`: where it is to be stored, in host memory only as far as it fits; empty if the planner decides. `itself`: the
     tensor was marked, not its module.
@@ -74,7 +74,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What it costs to compute a group again.
+    """The cost of computing a group again.
 
     `nodes`: the names of the nodes that must run again. `needs`: the slots of the groups that they read. `launches`:
     how many of the nodes the host launches by themselves.
@@ -98,12 +98,12 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a budget allows, in bytes.
+    """The limits that a budget sets, in bytes.
 
-    `memory`: the peak, above the level before the step. `kept`: what may be kept although it could be offloaded.
-    `stays`: what may be in memory when the backward begins, of the same: it is kept, or not written yet. The runtime
-    obeys the others: `resident` may stay in the same memory beyond the peak. `shared` is a budget in bytes for the
-    latest tensors of all graphs, which stay.
+    The planner obeys three. `memory`: the peak, above the level before the step. `kept`: the groups that are kept
+    although they could leave memory. `stays`: the groups that could leave memory, but are there when the backward
+    begins, kept or not written yet. The runtime obeys the other two. `resident`: the tensors that may stay in the same
+    memory beyond the peak. `shared`: a budget over all graphs for the tensors stored last, which stay in memory.
     """
 
     memory: float
@@ -114,15 +114,16 @@ class Limits:
 
 
 NodeTimes = tuple[tuple[float, ...], tuple[float, ...]]
-"""The predicted start of every node in ms, of the forward and of the backward. The last entry of either is its end."""
+"""The predicted start of every node in ms, for the forward and for the backward. The last entry of each is its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """What the host launches on a device: kernels and library calls.
+    """The kernels and library calls that the host launches on a device.
 
-    `step`: how many in a step, with the gradients that autograd adds up. `again`: names of the forward's nodes that are
-    a launch each if the backward computes them again. The others are then part of the kernels that read them.
+    `step`: their number in a step, with one for each gradient that autograd adds up. `again`: names of the forward's
+    nodes that are a launch each if the backward computes them again. The others become parts of the kernels that read
+    them.
     """
 
     step: int = 0
@@ -134,10 +135,10 @@ class Plan:
     """Everything that was decided for one partitioned graph. Each pass fills its fields; mappings are by slot.
 
     `graph`: the graph's name. `items`: the groups that can be offloaded, on the axis of nodes. `schedule`: where their
-    nodes go, on the same axis. `gone_by`: the events of the backward, by their positions in the schedule, at which
-    memory goes of what is written there only (`planner/copies.py`). `replay`: the predicted step, and `baseline` with
-    everything kept, on that of operators. Of a partition that recomputes more than PyTorch's own, `proposal` is the
-    plan that asked for it, and `own` one of PyTorch's own.
+    nodes go, on the same axis. `gone_by`: for some groups that are still being written in the backward, the event there
+    at which their memory goes, as its position in the schedule (`planner/copies.py`). `replay` is the predicted step,
+    `baseline` that with everything kept, both on the axis of operators. If the partition recomputes more than PyTorch's
+    own, `proposal` is the plan that asked for it, and `own` a plan of PyTorch's own.
     """
 
     graph: str
@@ -164,7 +165,7 @@ class Plan:
 
     @property
     def recomputed(self) -> tuple[Recomputed, ...]:
-        """What this partition was made to compute again, in the order of production."""
+        """The tensors that this partition was made to compute again, in the order of production."""
         asked = self.proposal
         if asked is None:
             return ()
@@ -227,7 +228,7 @@ class Plan:
         return max(itertools.accumulate(nbytes for _, nbytes in sorted(edges)), default=0)
 
     def times(self, slot: int) -> dict[str, Interval]:
-        """What is predicted of a group that can be offloaded: begin and end in seconds from the start of the step.
+        """The predicted times of a group that can be offloaded: begin and end in seconds from the start of the step.
 
         `store`: it is produced. `release`: the forward reads it no more, and may wait for its write. `wait`: the step
         waits for its read until the backward uses it. `last`: the backward has used it. Where it happens, `write` and
@@ -258,7 +259,7 @@ class Plan:
         return spans
 
     def undecided(self) -> Plan:
-        """What the analyses found, with nothing decided."""
+        """The plan as it was after the analyses, with nothing decided."""
         return self.with_(prices={}, decisions={}, schedule=EMPTY, gone_by={}, replay=None, baseline=None)
 
     def with_(self, **changes: object) -> Plan:

@@ -4,14 +4,14 @@
     cut      the partition that computes them again
     judge    its own plan, which must be faster than that of PyTorch's partition
 
-Proposals begin from a layered partition as well, which saves what lies between layers (`joint/layers.py`). PyTorch's
-may save none of that, and then no layer can be computed again by itself. And they begin from a selective one, which
-saves products besides, as a selective checkpoint of every layer does; that one may be taken as it is. The layered one
-is cut only if PyTorch's partition has a better proposal than all that were found until then.
+Proposals begin from two more partitions. The layered one saves the tensors between layers (`joint/layers.py`).
+PyTorch's own may save none of these, and then no layer can be computed again by itself. The selective one saves the
+results of products too, as a selective checkpoint of every layer does, and it may be taken as it is. The layered one is
+cut only if the proposal from PyTorch's own is better than all partitions found until then.
 
 Prices do not count the memory that the chain of a group needs while it is computed again. If a partition has a higher
-floor for that, the next proposal is made for a limit that is lower by as much. If the floor is above the limit, what is
-computed again there is saved in the next proposal.
+floor for that reason, the next proposal is made for a limit that is lower by as much. If its floor is above the limit,
+the next proposal saves the tensors that are computed again where memory is above the limit.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from ssd_fx.passes.planner.solve import BudgetError
 
 ROUNDS = 4  # proposals; each takes a short search, and a partition by PyTorch
 GAIN = 1e-2  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
-NEARER = 1e-3  # the same of a proposal that follows one which was cut as fast as predicted, within its limit
+NEARER = 1e-3  # the same, once the partition of a proposal was as fast as predicted, within its limit
 SPARED = 0.1  # the share of the bytes written by which recomputing must be predicted to write less, in the same time
 
 
 def cut(joint: Joint, options: PlanOptions) -> Candidate:
-    """PyTorch's own partition, with what the analyses find in it: where the plan for any budget begins.
+    """PyTorch's own partition, with the plan that the analyses make: the plans for all budgets begin from it.
 
-    What the user's policy wants to be computed again is not saved, where that is possible. Nothing is decided in the
-    plan, so it has no replay.
+    Tensors that the user's policy wants to be computed again are not saved, where that is possible. Nothing is decided
+    in the plan, so it has no replay.
     """
     partition = joint.partition(again=_may_cut_again(joint, options))
     own = Candidate(partition, analyse(partition, options))
@@ -67,12 +67,12 @@ def _computing_again(asked: Collection[int], joint: Joint, own: Candidate, optio
 def decide_for_all(
     joint: Joint, own: Candidate, options: PlanOptions, budgets: Sequence[Budget]
 ) -> list[tuple[Partition, Plan]]:
-    """The best partition of a graph that is cut already, and its plan, for each of the budgets: no looser one takes
-    longer than a tighter.
+    """The best partition and its plan for each of the budgets. A looser budget never gets a slower step than a tighter
+    one. `own`: PyTorch's partition, which is cut already.
 
-    Plans of a short search compare the partitions. The best one gets a plan of the full search.
+    Partitions are compared by plans of a short search. The best partition gets a plan of the full search.
     """
-    # limits are no budget of a user's, so nothing of the options depends on them
+    # no user can set `Limits`: with them the options have the budget 0.0, on which nothing else depends
     asked = [replace(options, budget=0.0 if isinstance(budget, Limits) else budget) for budget in budgets]
     if not _may_cut_again(joint, options):
         pairs = zip(asked, budgets, strict=True)
@@ -88,26 +88,27 @@ def decide_for_all(
 
 
 def decide_with_room(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Partition, Plan]:
-    """The best partition for steps that leave `options.room`, and its plan; that of the budget if it is hardly slower.
+    """The best partition for steps that leave `options.room` free, and its plan; if the partition for the options'
+    budget is hardly slower, that one.
 
-    Even then the plan has the lowest peak. The runtime holds as much as it measures to fit, whatever the plan says, and
-    an allowance that shrinks can be kept. So the room decides only what is computed again, and no longer saved.
+    The plan has the lowest peak in either case. The runtime holds as many bytes as it measures to fit, whatever the
+    plan says, and later it may have to hold fewer. So the room decides only which tensors are computed again.
     """
     (least, lowest), (partition, roomy) = decide_for_all(joint, own, options, [options.budget, options.room])
     tight, loose = replay_of(lowest), replay_of(roomy)
-    if loose.seconds > (1 - GAIN) * tight.compute_s:  # what is held waits for no drive
+    if loose.seconds > (1 - GAIN) * tight.compute_s:  # without its waits: held tensors wait for no drive
         return least, lowest
     plan = with_nodes(partition, decide(partition, options, analysed=roomy))
     room = options.room * (loose.step.everything - loose.step.floor)
     more = replay_of(plan).peak - tight.peak
-    return (partition, plan) if more <= room / 2 else (least, lowest)  # the rest of the room is for what is held
+    return (partition, plan) if more <= room / 2 else (least, lowest)  # the rest of the room is for held tensors
 
 
 class Proposals:
     """The partitions of one joint graph that were tried, for all budgets of a call.
 
-    `own`: PyTorch's partition, with what the analyses find in it. `found`: every partition with a plan, so that a loose
-    budget is offered what a tight one has found. Methods get the `options` with the budget that they are for.
+    `own`: PyTorch's partition, with the plan that the analyses make. `found`: every partition that got a plan, so that
+    a loose budget may take one that a tight budget has found. Methods get `options` with the budget that they are for.
     """
 
     def __init__(self, joint: Joint, own: Candidate, options: PlanOptions) -> None:
@@ -118,19 +119,18 @@ class Proposals:
 
     @functools.cached_property
     def layered(self) -> Candidate | None:
-        """The partition that saves what lies between layers, None if there is none."""
+        """The partition that saves the tensors between layers, or None."""
         return layered(self.joint, self.own, self.options)
 
     @functools.cached_property
     def selective(self) -> Candidate | None:
-        """The partition that computes again what takes no product, as a selective checkpoint does; None if there is
-        none."""
+        """The partition that saves the results of products too, as a selective checkpoint does, or None."""
         return None if self.first is None else selective(self.joint, self.own, self.first, self.options)
 
     def propose(
         self, options: PlanOptions, budget: Budget, saved: Collection[int] = (), base: Candidate | None = None
     ) -> Plan:
-        """A plan of `base` in which groups may be computed again, but for those of the slots `saved`.
+        """A plan of `base` in which groups may be computed again, except those of the slots `saved`.
 
         Raises:
             BudgetError: no plan meets the budget.
@@ -142,33 +142,33 @@ class Proposals:
         return plan
 
     def best(self, options: PlanOptions, budget: Budget, proposal: Plan) -> Candidate:
-        """The best partition for a budget, with a plan of the full search, unless a plan of the short one is better.
+        """The best partition for a budget, with a plan of the full search, or that of the short search if it is better.
 
         `proposal`: a plan of PyTorch's partition for this budget in which groups may be computed again.
         """
         limits, own = proposal.limits, self.own
         best = self.within(options, limits, proposal)
-        if best is None:  # only a partition that computes again would have met it, and there is none
+        if best is None:  # only a partition that recomputes could meet the limits, and none was found
             plan = decide(own.partition, options, budget=budget, quick=True, analysed=own.plan)
             best, limits = Candidate(own.partition, plan), plan.limits
         if budget == AUTO:
             best, limits = self._fast_enough(options, best, limits, proposal)
         try:
             plan = decide(best.partition, options, budget=limits, analysed=best.plan)
-        except BudgetError:  # what a tighter budget has found
+        except BudgetError:  # the plan of `best` is one that the search for a tighter budget has found
             return best
         full = Candidate(best.partition, plan)
         if isinstance(options.budget, int) and options.budget:
-            return full  # with the bytes that stay resident over all graphs, which plans for other budgets do not have
+            return full  # plans for other budgets lack `Limits.shared`, the budget over all graphs
         return best_within([best, full], limits) or full
 
     def _fast_enough(
         self, options: PlanOptions, best: Candidate, limits: Limits, proposal: Plan
     ) -> tuple[Candidate, Limits]:
-        """For "auto": the best partition under the least limits, from those of the proposal on, that is as fast as it
-        says.
+        """For "auto": the best partition that is as fast as `slowdown` asks, and its limits: the proposal's, or looser
+        ones if need be.
 
-        The proposal is; but what is computed again may take longer than its price.
+        The proposal itself is fast enough, but to compute tensors again may take longer than their prices say.
         """
         own = replay_of(proposal)
         for shares in (1, 2, 4):
@@ -186,7 +186,7 @@ class Proposals:
     def within(self, options: PlanOptions, limits: Limits, proposal: Plan) -> Candidate | None:
         """The best partition within limits, with a plan of a short search; None if no plan meets them.
 
-        `proposal`: of PyTorch's partition, where to begin.
+        `proposal`: the first proposal, a plan of PyTorch's partition.
         """
         first = self._planned(options, limits, self.own.partition, analysed=self.own.plan)
         if not _gains(proposal, first):
@@ -201,11 +201,11 @@ class Proposals:
         return best_within(self.found, limits)
 
     def _is_better(self, proposal: Plan, limits: Limits, gain: float = EQUAL) -> bool:
-        """Whether a proposal is for a better step than all that were found, by a share `gain`."""
+        """Whether the step of a proposal is better, by the share `gain`, than that of the best partition found."""
         return _gains(proposal, best_within(self.found, limits), gain)
 
     def _may_gain(self, base: Candidate, limits: Limits) -> bool:
-        """Whether a proposal from `base` may be better than what was found: none is faster than `base` computes."""
+        """Whether a proposal from `base` may be better than all found: none takes less time than `base` computes."""
         best = best_within(self.found, limits)
         if best is None or best.replay.written or base.plan.node_ms is None:
             return True
@@ -213,7 +213,7 @@ class Proposals:
         return compute_s < (1 - EQUAL) * best.replay.seconds
 
     def _begin(self, options: PlanOptions, limits: Limits, base: Candidate, first: Candidate | None) -> None:
-        """Look for partitions within limits from `base` on, if its proposal is better than all that were found."""
+        """Look for partitions within limits, starting from `base`, if its proposal is better than all found."""
         if not self._may_gain(base, limits):
             return
         with suppress(BudgetError):
@@ -226,8 +226,8 @@ class Proposals:
     ) -> None:
         """Look for partitions within limits, by proposals that begin from `base`.
 
-        A proposal for the limits may need more when it is cut, and one for tighter limits less than it may. Then the
-        next one is half way between the two.
+        The partition of a proposal for these limits may need more memory than predicted, that of a proposal for tighter
+        limits less than it may. Then the next proposal is for a limit half way between the two.
         """
         tight, saved, met = limits, frozenset[int](), 0.0
         above = limits.memory
@@ -269,13 +269,13 @@ class Proposals:
         analysed: Plan | None = None,
         proposal: Plan | None = None,
     ) -> Candidate | None:
-        """A partition with a plan, which is one more that was found; None if no plan meets the limits."""
+        """Plan a partition, and add it to `found`; None if no plan meets the limits."""
         try:
             plan = decide(partition, options, budget=limits, quick=True, analysed=analysed)
         except BudgetError:
             return None
         if partition is not self.own.partition:
-            asked = proposal or plan.proposal  # a selective partition has what it computes again from the start
+            asked = proposal or plan.proposal  # a selective partition has its proposal from the start
             plan = plan.with_(proposal=asked, own=None if self.first is None else self.first.origin)
         self.found.append(Candidate(partition, plan))
         return self.found[-1]
@@ -322,7 +322,7 @@ def _is_partitioned_once() -> bool:
     """Whether a setting of PyTorch forbids several partitions of one graph.
 
     * The user has PyTorch recompute.
-    * The ranks agree on what is saved: each partition exchanges it, so all ranks must make equally many.
+    * The ranks agree on what is saved: they exchange it for each partition, so all must make equally many partitions.
     * PyTorch quantizes what is saved, and notes that in the graph.
     """
     quantizes = "activation_quantization_aten_pass" in inductor_config.post_grad_fusion_options

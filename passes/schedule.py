@@ -1,4 +1,4 @@
-"""What is planned in a step, and how the step then runs.
+"""The schedule of a step, and how the step then runs.
 
     Schedule   the events of the groups that are offloaded, in the order in which they run
     Replay     the step with a schedule in it: when everything happens, what is in memory, who waits
@@ -27,7 +27,7 @@ Interval = tuple[float, float]  # begin and end, in seconds
 
 
 class Kind(enum.IntEnum):
-    """What happens to a group, in this order."""
+    """The events of a group, in their order."""
 
     STORE = 0
     RELEASE = 1
@@ -39,12 +39,12 @@ STORE, RELEASE, LOAD, WAIT = Kind
 
 
 class Event(NamedTuple):
-    """One node of ours: it stands behind the place `at` if it stores or releases, else before it.
+    """One node of ours. A store or a release stands behind the place `at`, a load or a wait before it.
 
-    `slot`: of the group; in the planner the index of the item. `tier`: where the bytes are between store and load.
-    `flag`, of a store: it is *later*, so it is written only if another forward begins before the load. Of a release: it
-    *blocks*, that is, waits for the write, because the budget needs the memory here. Of a load: it is *strict*, because
-    the budget has no memory for an earlier one.
+    `slot`: the slot of the group; in the planner, the index of the item. `tier`: where the bytes are between store and
+    load. `flag` of a store: it is *later*, so the write begins only if another forward begins before the load. `flag`
+    of a release: it *blocks*, so it waits for the write, because the budget needs the memory here. `flag` of a load: it
+    is *strict*, because the budget has no memory for an earlier one.
     """
 
     slot: int
@@ -84,8 +84,8 @@ class Trip(NamedTuple):
         )
 
     def moved(self, *, block: bool | None = None, strict: bool | None = None, **places: int) -> Trip:
-        """The trip with other places, by the names of its events; with a release that blocks or does not, with a load
-        that is strict or is not."""
+        """The trip with other places for the events named in `places`. If they are given, `block` and `strict` are the
+        flags of its release and of its load."""
         found = self._replace(**{name: getattr(self, name)._replace(at=at) for name, at in places.items()})
         if block is not None:
             found = found._replace(release=found.release._replace(flag=block))
@@ -122,9 +122,9 @@ class ScheduleError(RuntimeError):
 class Schedule(Mapping[int, Trip]):
     """The events of one step in the order in which they run, and the trip of every slot.
 
-    Of stores at one place those come first whose release blocks, then those that the forward reads no more. Of loads at
-    one place the one that is waited for first comes first. The others are in the order of slots. The
-    position of an event in `forward` or `backward` is its planned sequence number.
+    At one place stores come before releases, and loads before waits. Stores whose release blocks come first among the
+    stores; the next key is the forward's last read of the group. Loads are in the order of their waits. Releases, waits
+    and ties are in the order of slots. An event's position in `forward` or `backward` is its planned sequence number.
     """
 
     def __init__(self, trips: Iterable[Trip] = (), items: Items = ()) -> None:
@@ -170,7 +170,7 @@ class Schedule(Mapping[int, Trip]):
         return hash(self.events)
 
     def edited(self, edit: Callable[[int, Trip], Trip], items: Items) -> Schedule:
-        """The schedule of what `edit` makes of every trip."""
+        """The schedule of the trips that `edit` returns for the trips of this one."""
         return Schedule([edit(slot, trip) for slot, trip in self.items()], items)
 
 
@@ -183,12 +183,12 @@ class Replay:
 
     Times are seconds from the start of the step. Bytes are above the level before it: parameters do not count.
 
-    `seconds`: of the step. It is the time of the host where that needs longer than the device. `starts`, `ends`:
-    of every operator; `starts` has the end of the step as well. `memory`, `host`: bytes alive, and bytes in host memory
-    as a tier, during every operator; `host` is empty where none ever are. `writes`, `reads`: of every item. `stalls`:
-    how long the step waits in the events where it does, `write_stall_s` and `read_stall_s` in releases and in waits.
-    `forwarded`: the items that are still in memory when their loads come, so nothing is read. `idle_lane`: whether one
-    of these could have been written while its lane was idle.
+    `seconds`: the time of the step, on the host if that takes longer than the device. `starts` and `ends` have the
+    times of every operator; `starts` has the end of the step too. `memory` has the bytes alive during every operator,
+    `host` those in host memory as a tier; `host` is empty if that is never used. `writes` and `reads` have the
+    transfers by item. `stalls`: how long the step waits, by event; `write_stall_s` sums up the waits in releases,
+    `read_stall_s` those in waits. `forwarded`: the items that are still in memory when their loads come, so nothing is
+    read. `idle_lane`: whether one of these could have been written while its lane was idle.
     """
 
     step: Step
@@ -218,7 +218,7 @@ class Replay:
 
     @property
     def transfer_s(self) -> float:
-        """What the step takes beyond computing and waiting: starting transfers, and computing slower beside them."""
+        """Seconds beyond `compute_s` and waits: to start transfers, compute slower beside them, recompute, launch."""
         return max(0.0, self.seconds - self.compute_s - self.write_stall_s - self.read_stall_s)
 
     @cached_property
@@ -236,17 +236,17 @@ class Replay:
 
     @cached_property
     def written(self) -> int:
-        """Bytes to the drives, those included whose write the backward may cut short."""
+        """Bytes written to the drives, including writes that the backward may cut short."""
         return sum(self.step.moved[slot] for slot, trip in self.schedule.items() if trip.tier == "ssd")
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that are kept of what can be offloaded or recomputed."""
+        """Bytes of the items that are kept although they could be offloaded or recomputed."""
         return self.step.kept_bytes(self.choices)
 
     @cached_property
     def stays(self) -> int:
-        """Bytes that are in memory when the backward begins, of what can leave: it is kept, or not written yet."""
+        """Bytes of items that could leave, but are in memory when the backward begins: kept, or not written yet."""
         turn = self.starts[self.step.forward]
         late = (i for i, trip in self.schedule.items() if not trip.blocks and self.writes[i][1] > turn)
         return self.kept_bytes + sum(self.step.nbytes[i] for i in late)

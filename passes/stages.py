@@ -9,7 +9,7 @@ from torch import fx
 
 
 class Stages:
-    """Collects code; `found` has it by name, in the order in which it came to be. Switched off, it does nothing."""
+    """Collects code; `found` has it by name, in the order of the passes. Switched off, it does nothing."""
 
     def __init__(self, on: bool) -> None:
         self.on = on

@@ -1,4 +1,4 @@
-"""Let a `ValueError` or `OSError` of the backend reach the user as what it is.
+"""Let a `ValueError` or `OSError` of the backend reach the user with its own type.
 
 Dynamo wraps an error of a backend in `BackendCompilerFailed`. Then `except ValueError` around the first call of a model
 would miss a bad option. Dynamo does not wrap its own `ShortenTraceback`, so we raise an error of both types.

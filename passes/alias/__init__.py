@@ -1,1 +1,1 @@
-"""Which saved tensors share a storage, what of it is stored, and which of them are copies of others."""
+"""Which saved tensors share a storage, which part of it is stored, and which tensors are copies of others."""

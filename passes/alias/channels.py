@@ -3,14 +3,14 @@
     conv -> relu -> conv      FX: strides of relu (C*H*W, H*W, W, 1)      Inductor: (C*H*W, 1, W*C, C)
     store(relu)               asks for Inductor's strides, and so does the load
 
-Inductor chooses these strides for what convolutions read and write, and for what is saved of it. A store that asked
-for those of the FX graph would get a copy, beside the tensor that the next convolution reads, and the backward would
-copy what is loaded once more. With them the backward gets what it would get if the tensor was kept.
+Inductor chooses these strides for the images that convolutions read and write, also if they are saved. A store that
+asked for the strides of the FX graph would get a copy, beside the tensor that the next convolution reads, and the
+backward would copy the loaded tensor once more. With Inductor's strides it gets the tensor as if it was kept.
 
-Hazard: the backward was traced with the FX strides. Inductor makes a reshape of every view and infers all strides
-again, since what is kept has other strides too. But `as_strided` counts elements of the storage, and other libraries'
-operators may read memory as it lies. A group that such a reader, or a member with a place of its own, could see keeps
-the strides of the FX graph.
+Hazard: the backward was traced with the FX strides. Most nodes do not mind: Inductor makes a reshape of every view and
+infers all strides again, since kept tensors have other strides too. But `as_strided` counts elements of the storage,
+and operators of other libraries may read memory as it lies. So a group keeps the strides of the FX graph if such an
+operator could see it, or if a member is not the whole base.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ssd_fx.passes.plan import Plan
 aten = torch.ops.aten
 
 _OWN = ("aten", "prims")
-# These see where elements lie: by their places in the storage, or as bytes that follow each other.
+# Operators that see where elements lie: by their places in the storage, or as bytes that follow each other.
 _BY_PLACE = (
     *("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "resize", "resize_", "resize_as"),
     *("resize_as_", "set_", "_unsafe_view"),
@@ -43,17 +43,17 @@ _BY_PLACE = (
 def channels_last(partition: Partition) -> frozenset[str]:
     """The nodes of the forward that Inductor lays out with their channels last; for `Partition.once`.
 
-    By its own function, which it calls when it lowers the graph.
+    Inductor's own function says so, which it calls when it lowers the graph.
     """
     if not lays_out(partition):
         return frozenset()
-    from ssd_fx.compat.inductor import prefer_channels_last  # these import Inductor's compiler
+    from ssd_fx.compat.inductor import prefer_channels_last  # here, as it imports Inductor's compiler
 
     return frozenset(n.name for n in prefer_channels_last(partition.forward) if _is_image(n))
 
 
 def lay_out(partition: Partition, plan: Plan) -> Plan:
-    """Give the groups that Inductor lays out with their channels last these strides. Runs behind `merge_copies`, which
+    """Give the groups that Inductor lays out with their channels last such strides. Runs after `merge_copies`, which
     compares strides of the graph."""
     chosen = partition.once(channels_last)
     if not chosen:
@@ -91,7 +91,7 @@ def _is_image(node: fx.Node) -> bool:
 
 
 def _is_whole(group: AliasGroup) -> bool:
-    """Whether all saved tensors of a group are its base, dense and in another order than channels last."""
+    """Whether every member of a group is its whole base, which is dense and in another order than channels last."""
     if group.obstacle or group.pack is not None or group.stored.dtype.is_complex or not is_dense(group.stored):
         return False
     if any(m.copy is not None or not _is_alike(m.layout, group.stored) for m in group.members):
@@ -105,7 +105,7 @@ def _is_alike(a: Layout, b: Layout) -> bool:
 
 
 def _readers(nodes: Iterable[fx.Node]) -> Iterable[fx.Node]:
-    """All that reads the nodes, by way of views too."""
+    """The nodes that read `nodes`, directly or through views."""
     work = list(nodes)
     seen = set(work)
     while work:
@@ -120,7 +120,7 @@ def _readers(nodes: Iterable[fx.Node]) -> Iterable[fx.Node]:
 
 
 def _needed_in_place(graph: fx.Graph) -> set[fx.Node]:
-    """What a graph computes something of that sees where elements lie: it has the strides of the graph then."""
+    """The nodes that see where elements lie, and all nodes that they are computed from: these keep their strides."""
     work = [n for n in graph.nodes if not _sees_values(n)]
     found = set(work)
     while work:
@@ -131,7 +131,7 @@ def _needed_in_place(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_safe(reader: fx.Node) -> bool:
-    """Whether an operator reads the values of an image, and neither where they lie nor writes others there."""
+    """Whether an operator depends on an image's values, not on where they lie, and does not write into the image."""
     mutable = isinstance(reader.target, OpOverload) and reader.target._schema.is_mutable
     return _sees_values(reader) and (not mutable or calls_ours(reader))
 

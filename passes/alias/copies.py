@@ -11,7 +11,7 @@ A copy is an operator that changes the layout and nothing else. In the backward 
 result has the same bits and strides. Each copy of a chain is in memory while the next one is made.
 
 Two kinds of copies keep a separate group: those that the user marked otherwise than the source, and those whose
-readers would add up in another order. For Inductor may fuse a copy into its readers, which then loop over the source.
+readers would add up in another order: Inductor may fuse a copy into its readers, which then loop over the source.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def merge_copies(partition: Partition, plan: Plan) -> Plan:
     origins = _Origins.of(partition, plan.groups)
     placeholders = partition.bwd_placeholders
     merged = {g.base: g for g in plan.groups}
-    for group in plan.groups:  # in the order of production: what is copied comes first
+    for group in plan.groups:  # in the order of production: a source comes before its copies
         if not _is_plain(group) or not may_restride([placeholders[m.name] for m in group.members]):
             continue
         found = origins.find(group.base)
@@ -55,7 +55,7 @@ def merge_copies(partition: Partition, plan: Plan) -> Plan:
 
 
 def copied(node: fx.Node) -> fx.Node | None:
-    """What a node is a copy of, element for element; None if it is no copy, or sizes are symbolic."""
+    """The node that a node copies, element for element; None if it is no copy, or sizes are symbolic."""
     source = _copied_argument(node)
     if not isinstance(source, fx.Node):
         return None
@@ -102,7 +102,7 @@ def _merge(into: AliasGroup, group: AliasGroup, copy: Copy | None) -> AliasGroup
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where the bytes of a storage come from: the group with this base, as `copy`, or as the base itself if None."""
+    """The group that has the bytes of a storage, by its `base`. They are in its `copy`; None: in the base itself."""
 
     base: str
     copy: Copy | None

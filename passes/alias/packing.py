@@ -32,7 +32,7 @@ COPY_BELOW = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What is stored for a group: its layout, how it is made (None: it is the owner itself), the members within it."""
+    """The stored tensor: its layout, how it is made of the owner (None: it is the owner), the members within it."""
 
     layout: Layout
     pack: Pack | None
@@ -40,11 +40,11 @@ class Stored:
 
 
 def pack(owner: Layout, members: Sequence[Layout], *, part: bool, restride: bool) -> Stored | None:
-    """What to store so that all members can be rebuilt from it; None where that is not certain. Sizes are plain.
+    """The tensor to store, from which all members can be rebuilt; None where that is not certain. Sizes are plain.
 
     Offsets count from the owner's first element. An owner that is expanded (stride 0) is not packed. If it is an
-    input, Inductor makes a new view of it, and nobody would notice that its owner changes it before the backward. If it
-    is a result, its FakeTensor may be wrong: a custom kernel may return all elements.
+    input, Inductor makes a new view of it, and no check would notice if the caller changed the input before the
+    backward. If it is a result, its FakeTensor may be wrong: a custom kernel may return all elements.
 
     `part`: whether less than the owner may be stored; `restride`: whether the rebuilt members may have other strides
     than they had.
@@ -57,7 +57,7 @@ def pack(owner: Layout, members: Sequence[Layout], *, part: bool, restride: bool
 
 
 def _pack_dense(owner: Layout, members: Sequence[Layout], *, part: bool, restride: bool) -> Stored | None:
-    """All of a dense owner, or the smallest box if that pays."""
+    """Store all of a dense owner, or the smallest box if that pays."""
     if any(span(m) * m.dtype.itemsize > owner.nbytes for m in members):
         return None
     box = smallest_box(owner.numel, members) if part else None
@@ -71,7 +71,7 @@ def _pack_with_gaps(owner: Layout, members: Sequence[Layout]) -> Stored | None:
     """A dense copy of an owner that has gaps, if its elements are just the smallest box that holds it and the members.
 
     A box of the members alone would not do. If the owner is elements 0, 2 and 4, and the members are 0 and 2, that box
-    is 0 to 2: of three elements like the owner, but others.
+    is 0 to 2. It has three elements, as the owner has, but not the same ones.
     """
     box = smallest_box(span(owner), [owner, *members], whole_rows=False)
     if box is None or box.numel != owner.numel or span(owner) <= owner.numel:
@@ -194,14 +194,14 @@ def may_restride(placeholders: Iterable[fx.Node]) -> bool:
 def is_reinterpreted(placeholders: Iterable[fx.Node]) -> bool:
     """Whether the backward views one of these tensors as elements of another size.
 
-    That needs strides and an offset which the size divides, and a part of the storage may have others.
+    Such a view needs strides and an offset that are multiples of the new size. A part of the storage may have others.
     """
     work = list(placeholders)
     while work:
         node = work.pop()
         for view in filter(_is_view, node.users):
             is_other = view.meta["val"].itemsize != node.meta["val"].itemsize
-            if is_other and view.target is not aten.view_as_real.default:  # which any stride allows
+            if is_other and view.target is not aten.view_as_real.default:  # it allows any stride
                 return True
             work.append(view)
     return False

@@ -7,8 +7,8 @@
                                 => group {base mm, member slice}: the slice alone is stored (`packing.py`)
 
 No group has parameters, buffers, constants, outputs, or views of them: they stay in memory anyway. Other inputs do have
-a group, such as the hidden state that one compiled block passes to the next. Only at run time it shows whether their
-owner drops them. An input that the forward or the backward writes into stays in memory.
+a group, such as the hidden state that one compiled block passes to the next. Only at run time it shows whether the
+caller drops them. An input that the forward or the backward writes into stays in memory.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def alias(partition: Partition, plan: Plan) -> Plan:
 
 
 def untrusted(partition: Partition) -> set[int]:
-    """Storages of the forward whose FakeTensors may be wrong about what shares them."""
+    """Storages of the forward whose FakeTensors may be wrong about which tensors share memory."""
     forward = list(partition.forward.graph.nodes)
     return _disputed(forward) | _nested(forward)
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the two graphs say, computed once. Sets of int are sets of storages."""
+    """Facts about the two graphs, computed once. Sets of int are sets of storages."""
 
     position: dict[fx.Node, int]  # in the forward
     nodes: dict[int, list[fx.Node]]  # of the forward, by storage, the owner first
@@ -71,7 +71,7 @@ class _Facts:
     symbols: frozenset[object]  # sizes that the backward knows
     jagged: bool  # the caller passes a tensor of rows of unequal length
     live: set[int]  # in memory anyway
-    disputed: set[int]  # it is unknown what shares them
+    disputed: set[int]  # it is unknown which tensors share them
     nested: set[int]
     quantized: set[int]  # their FakeTensors are of floats
     absolute: set[int]  # the backward reads them by positions counted from their start
@@ -123,7 +123,7 @@ _NO_LAYOUT = Layout((), (), 0, torch.uint8, torch.device("meta"))
 
 
 def _stored(facts: _Facts, key: int, saved: list[fx.Node]) -> Stored | str:
-    """What is stored of a storage, or why nothing can be."""
+    """The tensor that is stored of a storage, or why none can be."""
     obstacle = _obstacle(facts, key, saved)
     if obstacle:
         return obstacle
@@ -175,7 +175,7 @@ def _obstacle(facts: _Facts, key: int, saved: list[fx.Node]) -> str:
 
 
 def _is_rng_state(node: fx.Node) -> bool:
-    """Whether a node is the state in which a checkpoint's backward draws its random numbers again."""
+    """Whether a node is the generator's state from which a checkpoint's backward draws its random numbers again."""
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and (source.target, node.args[1]) == (run_and_save_rng_state, 0)
 
@@ -197,14 +197,14 @@ def _has_other_sizes(owner: fx.Node) -> bool:
 
 
 def _stored_plain(facts: _Facts, key: int, saved: list[fx.Node], owner: Layout, members: list[Layout]) -> Stored | str:
-    """What is stored of a storage whose sizes are numbers, or why nothing can be."""
+    """The tensor that is stored of a storage whose sizes are numbers, or why none can be."""
     placeholders = [facts.placeholders[n.name] for n in saved]
     absolute = any(n.target is torch.ops.aten.as_strided.default for n in facts.nodes[key])
     placed = any(storage_of(p) in facts.absolute for p in placeholders)
     relative = [m for member in members if (m := _from_first(owner, member)) is not None]
     if len(relative) < len(members) or (absolute and owner.offset):
         return "no node covers the storage"
-    # An input is stored whole: the runtime sees by its storage whether the caller dropped it, and not by a copy's.
+    # An input is stored whole: its own storage shows the runtime whether the caller dropped it. A copy would not.
     part = not facts.inputs(key) and not placed and not is_reinterpreted(placeholders)
     found = pack(owner, relative, part=part, restride=may_restride(placeholders))
     as_it_is = found is not None and found.pack is None and not owner.offset
@@ -223,8 +223,8 @@ _DEQUANTIZE = ("aten::dequantize", "aten::int_repr", "aten::q_")
 def _quantized(forward: list[fx.Node]) -> set[int]:
     """Storages of quantized tensors.
 
-    Their FakeTensors are of floats (torch 2.13), so only operators tell. What an operator makes of a quantized tensor
-    counts as quantized too.
+    Their FakeTensors are of floats (torch 2.13), so only operators tell. The result of an operator that reads a
+    quantized tensor counts as quantized too, unless the operator dequantizes.
     """
     found: set[fx.Node] = set()
     for node in forward:
@@ -263,7 +263,7 @@ def _absolute(graph: fx.Graph) -> set[int]:
 
 
 def _stored_symbolic(facts: _Facts, key: int, owner: Layout, members: list[Layout]) -> Stored | str:
-    """What is stored if sizes are symbolic: the owner itself; or why nothing can be.
+    """The tensor that is stored if sizes are symbolic, which is the owner itself; or why none can be.
 
     The owner must cover its storage, and the backward must know all sizes.
     """
@@ -308,8 +308,8 @@ def _disputed(forward: list[fx.Node]) -> set[int]:
 def _declared_only(forward: list[fx.Node]) -> set[int]:
     """Storages of nodes that are views of an argument by their operator's schema, but not by their FakeTensors.
 
-    Items of a tuple of views are such views too. Passes that run before the partitioner may produce such metadata, and
-    the min-cut, which merges equal expressions. What the storages share is then unknown.
+    Items of a tuple of views are such views too. Passes that run before the partitioner may leave such metadata, and so
+    may the min-cut, which merges equal expressions. Then it is unknown which tensors share memory.
     """
     disputed: set[int] = set()
     for node in forward:

@@ -1,1 +1,1 @@
-"""What a step costs: the rates of the machine, the time of kernels, the memory that they need."""
+"""The predicted cost of a step: the rates of the machine, the time of kernels, the memory that they need."""

@@ -1,6 +1,6 @@
-"""Which nodes of a graph will be buffers of Inductor's, when those live, and what that adds up to.
+"""Which nodes of a graph will be buffers of Inductor's, when these live, and how many bytes are alive at a time.
 
-What is predicted here decides only where memory is thought to be short.
+The predictions decide only where memory is thought to be short.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ssd_fx.passes.partition import Partition, storage_key, tensors_of
 
 @dataclass(frozen=True)
 class Buffers:
-    """The storages of one graph that will be memory, by storage key.
+    """The storages of one graph that will be buffers, by storage key. A kernel runs at the place of one of its nodes.
 
-    `first`, `last`: indices of the nodes in whose kernels a buffer is written and read last (the output is no reader),
-    as the kernels will run; `read_last`: the latest node of those kernels as the graph has them. `read_first`: the
-    first node that reads it, or where the kernel runs that reads it first, if that is earlier. `nbytes`: its size;
-    `held`: what the output returns; `in_place`: what a kernel writes over an input that dies there, and that input.
-    `functions`: from the nodes of kernels that become parts of one C++ function to its first and its last.
-    `within`: what a call takes while it runs and gives back, in bytes by its node.
+    `first`, `last`: the places of the kernels that write a buffer and that read it last (the output is no reader).
+    `read_last`: the last of the nodes, in the order of the graph, whose kernels read it. `read_first`: the first node
+    that reads it, or the place of a kernel that reads it, if that is earlier. `nbytes`: its bytes. `held`: the buffers
+    that the graph returns. `in_place`: the buffers that a kernel writes over an input that dies there, with that input.
+    `functions`: by place of a kernel, the first and the last place of the C++ function that it becomes a part of.
+    `within`: by place of a call, the bytes that it takes while it runs and gives back.
     """
 
     first: Mapping[int, int]
@@ -40,14 +40,14 @@ class Buffers:
     within: Mapping[int, int]
 
     def alive(self, keys: Iterable[int], count: int) -> list[int]:
-        """Bytes of the buffers `keys` during every one of `count` nodes, and `within` it. Other buffers are counted
-        elsewhere.
+        """Bytes alive during every one of `count` nodes: the buffers `keys`, and `within` a call. Other buffers are
+        counted elsewhere.
 
-        All results of a C++ function are there before anything is freed that it reads.
+        A C++ function has all its results in memory before any buffer that it reads is freed.
         """
         change = [0] * (count + 1)
         counted = set(keys)
-        over = {source for key, source in self.in_place.items() if key not in counted}  # by what is counted elsewhere
+        over = {source for key, source in self.in_place.items() if key not in counted}  # by buffers counted elsewhere
         for key in counted:
             first, last = self.first[key], self.last[key]
             begin, end = self.functions.get(first, (first, first))[0], self.functions.get(last, (last, last))[1]
@@ -66,7 +66,7 @@ class Buffers:
         return list(itertools.accumulate(change))[:count]
 
     def cut(self, before: Sequence[int]) -> Buffers:
-        """With C++ functions that end where a call stands before any of these nodes, which are in order."""
+        """The buffers, with every C++ function cut where a call stands before one of these nodes, which are sorted."""
         functions: dict[tuple[int, int], list[int]] = {}  # the places of each
         for place, (first, _) in sorted(self.functions.items()):
             functions.setdefault((first, bisect_right(before, place)), []).append(place)
@@ -100,10 +100,10 @@ def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
 
 
 def _in_registers(kernels: Kernels, strides: Strides, readers: Mapping[int, set[int]]) -> frozenset[int]:
-    """What a loop writes, and only loops of the same kernel read: the kernel keeps it in registers.
+    """The results of loops that only loops of the same kernel read: the kernel keeps them in registers.
 
-    A kernel with a reduction may go over its elements twice. What it writes between is memory then, but on the CPU a
-    row of it, if every loop goes over it row by row (`try_outer_loop_fusion_with_local_buf`, torch 2.13).
+    A kernel with a reduction may go over its elements twice, and a result that it needs both times is in memory. On the
+    CPU that is a row of it, if all loops go row by row (`try_outer_loop_fusion_with_local_buf`, torch 2.13).
     """
 
     def is_own(key: int) -> bool:
@@ -128,7 +128,7 @@ def both_buffers(partition: Partition) -> tuple[Buffers, Buffers]:
 
 
 def _reads(kernels: Kernels) -> Iterable[tuple[int, int]]:
-    """Nodes, and the storages that they read; a view reads none. `copy_` is a view of its target that reads its
+    """Pairs of a node and a storage that it reads. A view reads none. `copy_` is a view of its target that reads its
     source."""
     for reader, node in enumerate(kernels.nodes):
         if node.op == "output":
@@ -147,14 +147,15 @@ def _in_place(
     nbytes: Mapping[int, int],
     donated: Collection[str],
 ) -> dict[int, int]:
-    """What a loop writes over an input of the same size and dtype that dies there, and that it reads in the order of
-    what it writes. Other loops of the same kernel may read that too, if the loop reads what they make of it. No loop
-    writes over what a scatter has made, which wrote over its own operand (`decide_inplace_update`, torch 2.13).
+    """The results that a loop writes over an input, each with that input. The input has the same size and dtype, dies
+    there, and is read in the order of writing. Other loops of the same kernel may read it too, if this loop reads their
+    results. No loop writes over the result of a scatter, which wrote over its own operand (`decide_inplace_update`,
+    torch 2.13).
 
-    `ends`: the loops that read a buffer last; those that became one kernel count each.
+    `ends`: for each buffer, all loops of the kernel that reads it last.
     """
     scatters = {i: _operand(kernels, i) for i, node in enumerate(kernels.nodes) if operator_of(node) in SCATTERS}
-    makers: dict[int, list[int]] = {}  # what each loop writes
+    makers: dict[int, list[int]] = {}  # the buffers that each loop writes
     for key, i in kernels.maker.items():
         if kernels.computes[i] and (i not in kernels.calls or i in scatters) and nbytes[key]:
             makers.setdefault(i, []).append(key)

@@ -4,10 +4,10 @@
     ...                               the mm needs `norm`; what else it computes is there, and takes memory, that
     dx = g(x, dy)                     much earlier than in the graph
 
-Inductor refuses some (`can_fuse` and `can_fuse_horizontal` in its choices.py, torch 2.13): kernels of too many loops,
-and where the one does not read the other, those that share next to nothing or are too far apart. It is made to refuse
-more (`are_apart`): the first layers of an encoder and of a decoder read the same table, and if they were one kernel,
-both would be alive from the first on.
+Inductor refuses some fusions (`can_fuse` and `can_fuse_horizontal` in its choices.py, torch 2.13): kernels of too many
+loops, and loops that do not read each other and share next to nothing or are too far apart. We have it refuse more
+(`are_apart`). For example, the first layers of an encoder and of a decoder read the same table. If they were one
+kernel, the results of both would be alive from the encoder on.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from dataclasses import dataclass, field
 
 from ssd_fx.compat import inductor_config as config
 
-# Of the readers of a buffer so many behind each are looked at: what all layers read would be a square of pairs.
+# Each reader of a buffer is paired with the next so many readers. If all layers read it, all pairs would be too many.
 NEAR = 8
-# Kernels from the first to the last of one that is fused of loops that do not read each other: a number in the code of
-# `Scheduler.are_long_distant_nodes`. Our own nodes count there too, but are not known yet when this is asked.
+# Loops that do not read each other are fused over so many kernels at most: a number in the code of
+# `Scheduler.are_long_distant_nodes`. It counts our own nodes too, which are not known yet when this is asked.
 FARTHEST = 64
-# Library calls between two loops that do not read each other and are fused all the same: about those of a layer. This
-# limit is ours, and holds in Inductor too (`lowering/order.py`).
+# They are fused over so many library calls at most: about those of a layer. This limit is ours, and `lowering/order.py`
+# has Inductor keep it too.
 CALLS_BETWEEN = 8
-# The same if the backward computes the earlier one again. The products for both gradients of a linear layer stand
-# between that, which one of them reads, and the loop that turns the other's result back. These two loops read the same:
-# to keep them apart would be to read it twice.
+# The same limit if the backward computes the earlier loop again, such as a gelu. Between it and the loop of gelu's
+# backward stand two products, for the gradients of the next linear layer. Both loops read the same tensor, and they
+# would read it twice if they were kept apart.
 CALLS_BEHIND_AGAIN = 2
 
 
-# Of what the later of two such loops writes, the least part that both must read if a library call stands between them.
-# The pieces of a loss share its targets and a few numbers. In one kernel the logits of all would be alive at once.
+# If a library call stands between two such loops, the bytes that both read must be at least this share of the bytes
+# that the later one writes. The pieces of a loss share only its targets and a few numbers, and in one kernel the logits
+# of all pieces would be alive at once.
 WORTH_SHARING = 1 / 16
 
 
 def are_apart(calls: int, earlier: bool, later: bool, shared: int, written: int) -> bool:
     """Whether two loops that do not read each other must not be fused, with so many library calls between them.
 
-    `earlier`, `later`: the backward computes that one again by our choice. The later one would move to the earlier, and
-    what is computed again is to happen late. `shared`: bytes that both read; `written`: those that the later writes.
+    `earlier`, `later`: whether the backward computes that loop again by our choice. The later loop would move to the
+    place of the earlier one, and recomputing should happen late. `shared`: the bytes that both read. `written`: the
+    bytes that the later one writes.
     """
     most = 0 if later else CALLS_BEHIND_AGAIN if earlier else CALLS_BETWEEN
     return calls > most or (calls > 0 and shared < WORTH_SHARING * written)
@@ -50,10 +52,10 @@ def are_apart(calls: int, earlier: bool, later: bool, shared: int, written: int)
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What a loop goes over: so many elements in all.
+    """The elements that a loop goes over: their number, and how the loop is nested.
 
-    `outer`: of a reduction, its results. On the CPU of any loop, the iterations of the outermost of the nested loops
-    that it needs, where it reads a row or a column again and again; one loop goes over all elements, if it can.
+    `outer`: the iterations of the outermost of nested loops. A reduction has an outer loop over its results. On the
+    CPU any loop has one if it reads a row or a column again and again; else one loop goes over all elements.
     """
 
     elements: int
@@ -64,10 +66,10 @@ class Space:
 
 @dataclass
 class Loop:
-    """`space`: what it goes over; None for a library call, which is fused with nothing.
+    """A loop, or a library call. `space`: None for a library call, which is fused with nothing.
 
-    `at`: its place in the graph; `reads`, `writes`: storages, with their bytes; `behind`: loops that it reads from.
-    `again`: the backward computes it again by our choice. `running`: it is one of the additions of a long sum.
+    `at`: its place in the graph. `reads`, `writes`: storages, with their bytes. `behind`: the loops whose results it
+    reads. `again`: the backward computes it again by our choice. `running`: it is one of the additions of a long sum.
     """
 
     at: int
@@ -88,7 +90,7 @@ def fuse(loops: Mapping[int, Loop]) -> Groups:
 
 
 def _candidates(loops: Mapping[int, Loop]) -> dict[tuple[int, int], int]:
-    """Pairs that can be one, with the bytes that they share: most first, then the nearest, as Inductor scores."""
+    """Pairs of loops that can be fused, and the bytes that they share: most first, then nearest, as Inductor does."""
     users: dict[int, list[int]] = {}
     spaces = {k: loop.space for k, loop in loops.items() if loop.space is not None}
     for k in sorted(spaces):
@@ -105,23 +107,23 @@ def _candidates(loops: Mapping[int, Loop]) -> dict[tuple[int, int], int]:
 
 
 def _are_alike(a: Space, b: Space, reads: bool) -> bool:
-    """Whether two loops can be one. `reads`: the second reads what the first writes."""
+    """Whether two loops can be one kernel. `reads`: the second reads the result of the first."""
     if not a.on_cpu:
         summed, other = (a, b) if a.reduces else (b, a)
         return summed == other or (
             summed.reduces and not other.reduces and other.elements in (summed.elements, summed.outer)
         )
-    if a.outer == b.outer:  # the outermost loop is one, and what is in it runs one behind the other
+    if a.outer == b.outer:  # they share the outermost loop, and their inner loops follow each other
         return reads or a.elements == b.elements
     return reads and not a.reduces and not b.reduces and a.elements == b.elements == b.outer
 
 
 @dataclass(slots=True)
 class _Group:
-    """Loops that became one kernel, so many. `first`, `last`: of their places in the graph.
+    """The loops that became one kernel; `loops` is their number. They stand at the places from `first` to `last`.
 
-    `results`: of its reductions, all of which have as many; None where it has none. `written`: bytes that it writes.
-    `readers`: loops, of any group, that read what it writes. `again`, `running`: as in `Loop`, of any of them.
+    `results`: how many results each of its reductions has; None if it has no reduction. `written`: bytes that it
+    writes. `readers`: loops, of any group, that read its results. `again`, `running`: as in `Loop`, for any of them.
     """
 
     first: int
@@ -162,7 +164,7 @@ class Groups:
         self._spans: list[tuple[int, int]] = []  # first and last of every group that was made, by the first
 
     def fuse(self, a: int, b: int, nbytes: int) -> None:
-        """Makes two that share `nbytes` one kernel, unless refused, or something between reads one for the other."""
+        """Make two groups that share `nbytes` one, unless that is refused, or one reads the other through a third."""
         a, b = self.of(a), self.of(b)
         if a == b or self._is_refused(a, b, nbytes) or self._path(a, b) or self._path(b, a):
             return
@@ -172,7 +174,7 @@ class Groups:
         bisect.insort(self._spans, (group.first, group.last))
 
     def _is_refused(self, a: int, b: int, nbytes: int) -> bool:
-        """By what holds for all kernels, or by what holds for those that do not read each other."""
+        """Whether a rule for all kernels forbids it, or one for kernels that do not read each other."""
         one, other = self._groups[a], self._groups[b]
         if one.loops + other.loops > config.max_fusion_size:
             return True
@@ -193,12 +195,12 @@ class Groups:
         return bisect.bisect(self._calls, begin) - bisect.bisect(self._calls, end)
 
     def places(self) -> dict[int, int]:
-        """When each loop runs: at the last one of its kernel, or before a kernel that reads it and runs earlier.
+        """When each loop runs: at the last loop of its kernel, or before a kernel that reads it and runs earlier.
 
-        Before is a place where no other kernel runs, behind all that it reads itself: where both were at one, what the
-        one reads would seem alive beside what the other writes. If there is no such place, it is that of the reader.
-        No kernel runs before the first loops of all that it needs: what a gradient at the end of the backward is fused
-        with waits for it. That is the order of `lowering/order.py`.
+        In the second case it gets a place where no other kernel runs, behind all kernels that it reads: with two at one
+        place, the tensors that one reads would seem alive beside those that the other writes. If no place is free, it
+        gets that of its reader. No kernel runs before the first loops of all kernels that it needs, so one that is
+        fused with a gradient at the end of the backward waits for it. That is the order of `lowering/order.py`.
         """
         at = {root: group.last for root, group in self._groups.items()}
         readers = {root: {self.of(n) for n in group.readers} - {root} for root, group in self._groups.items()}
@@ -230,7 +232,7 @@ class Groups:
         return kernel
 
     def _path(self, start: int, end: int) -> bool:
-        """Whether there is a way from one to the other that is no single step."""
+        """Whether the group `end` reads the group `start` through other groups."""
         latest = self._latest(end)
         work = [root for n in self._groups[start].readers if (root := self.of(n)) not in (start, end)]
         seen = set(work)
@@ -245,8 +247,8 @@ class Groups:
         return False
 
     def _latest(self, end: int) -> int:
-        """No way to `end` goes through a group that begins later: ways go forward, but back from the last member of a
-        group to its first."""
+        """The last place where a group on a path to `end` may begin. Paths go forward in the graph, but can go back
+        from the last loop of a group to its first."""
         latest = self._groups[end].last
         for first, last in self._spans:
             if first > latest:

@@ -1,7 +1,7 @@
-"""Which kernels Inductor will make of a graph: what it computes inside what, what it writes, what it fuses.
+"""Which kernels Inductor will make of a graph: which nodes share a kernel, and which are written to memory.
 
     mm -> add -> gelu -> mm         add lives in registers: one kernel computes it with gelu
-      \\                            mm, gelu are buffers: what a library call or the caller reads, somebody must write
+      \\                            mm, gelu are buffers: a library call or the caller reads them from memory
 
 Inductor decides that later, by rules that are guessed here. Both the time (`roofline.py`) and the memory
 (`footprint.py`) of a graph are predicted from this guess.
@@ -43,9 +43,10 @@ MANY_ROWS, FEW_COLUMNS = 512, 1 << 15
 
 @dataclass(slots=True)
 class _Work:
-    """What a kernel does that computes a node inside itself.
+    """The work of a kernel that computes a node inside itself.
 
-    `reads`: nodes in memory. `operations`: nodes, each counted as often as it is computed. `heavy`: one is in `HEAVY`.
+    `reads`: the nodes that it reads from memory. `operations`: the number of nodes that it computes, with repetitions.
+    `heavy`: whether one of them is in `HEAVY`.
     """
 
     reads: set[int]
@@ -61,13 +62,13 @@ class _Work:
 class Kernels:
     """The kernels of one graph. Its nodes are named by their indices.
 
-    `storages`: those of a node's outputs, with their bytes. `computes`: whether a kernel makes them; a view has none.
-    `calls`: the nodes that are library calls. `inside`: the loops and calls that compute a node, each named by the node
-    whose result it writes to memory. That is the node itself, or its readers, if it is cheap to do again in each.
-    `early`: of what is written for a later reader, those that compute it themselves all the same.
-    `maker`: who writes a storage; inputs are their own. `reads`: what a node reads of those, with the bytes.
-    `kernel`: equal for loops that are fused. `reducing`: the kernels with a reduction. `at`: where a loop runs.
-    `sums`: the loops that are a reduction.
+    `storages`: the storages of a node's outputs, with their bytes. `computes`: whether a kernel computes the node; none
+    computes a view. `calls`: the nodes that are library calls. `inside`: the loops and calls that compute a node, each
+    named by the node whose result it writes to memory. That is the node itself, or its readers, if it is cheap to do
+    again in each. `early`: the readers that compute a node themselves although it is written for a later reader.
+    `maker`: the node that writes a storage; an input counts as its own maker. `reads`: the storages that a node reads
+    from memory, with the bytes. `kernel`: the kernel of a loop, the same for fused loops. `reducing`: the kernels with
+    a reduction. `at`: the place where a loop runs. `sums`: the loops that are a reduction.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -76,9 +77,9 @@ class Kernels:
         self._sizes = [_sizes(n) for n in self.nodes]
         self.storages = [{key: whole for key, (whole, _) in sizes.items()} for sizes in self._sizes]
         self.view: list[bool] = []
-        self._sources: list[list[int]] = []  # what a node reads, through views, and who reads it
+        self._sources: list[list[int]] = []  # the nodes that a node reads through views; below, its readers
         self._readers: list[list[int]] = [[] for _ in self.nodes]
-        self._strided: set[int] = set()  # what `as_strided` views: somebody must write it
+        self._strided: set[int] = set()  # the nodes that `as_strided` views: they must be written
         for i, node in enumerate(self.nodes):
             self._link(i, node)
         self.computes = [n.op == "call_function" and self._makes(i) for i, n in enumerate(self.nodes)]
@@ -105,21 +106,21 @@ class Kernels:
         return {self.kernel[k] for k in self.inside[i] if k in self.kernel}
 
     def split(self) -> set[int]:
-        """The kernels that are two: on a device Inductor sums up columns in parts, and then the parts.
+        """The kernels that become two: on a device Inductor sums up columns in parts, and then the parts.
 
         It does so where one thread for each column would leave the device idle (`num_splits` in its ir.py, torch 2.13).
         """
         return {self.kernel[i] for i in self.sums if not is_on_cpu(self.nodes[i]) and _sums_columns(self.nodes[i])}
 
     def alone(self) -> set[int]:
-        """The library calls, and what they read. Only these are kernels of their own whoever else reads them."""
+        """The library calls, and the nodes that they read. Only these are sure to be kernels of their own."""
         read = {i for i, readers in enumerate(self._readers) if self.computes[i] and not self.calls.isdisjoint(readers)}
         return {i for i in self.calls | read if i in self.inside[i]}
 
     def functions(self) -> dict[int, tuple[int, int]]:
-        """By where a kernel runs, where the first and the last kernel of its C++ function do: on the CPU all loops
-        between two library calls are one. Views of complex numbers are such calls. Nodes of ours may cut it, which is
-        not known yet."""
+        """For the place of each kernel, the places of the first and the last kernel of its C++ function: on the CPU all
+        loops between two library calls are one function. Views of complex numbers are library calls too. Nodes of ours
+        cut functions, but their places are not known yet."""
         found, run = dict[int, tuple[int, int]](), list[int]()
         devices = {i: tensors_of(self.nodes[i])[0].device.type for i in self.kernel}
         alone = {self.at[i] for i in self.kernel if i in self.calls or devices[i] != "cpu"}
@@ -130,7 +131,7 @@ class Kernels:
         return found
 
     def comes_behind(self, i: int, others: Collection[int]) -> bool:
-        """Whether a loop reads, if by way of others, what each of the loops `others` writes."""
+        """Whether a loop reads the results of all loops `others`, directly or through other loops."""
         seen, work, first = {i}, [i], min(others, default=i)
         while work:
             new = {k for k in self._behind.get(work.pop(), ()) if k >= first} - seen
@@ -142,7 +143,7 @@ class Kernels:
         return bool(self.storages[i]) and not self.view[i]
 
     def _link(self, i: int, node: fx.Node) -> None:
-        """Find whether a node is a view, and what it reads; nodes before it are linked."""
+        """Find whether a node is a view, and which nodes it reads. The nodes before it are linked already."""
         inputs = [self.index[n] for n in node.all_input_nodes]
         keys = set().union(*(self.storages[k] for k in inputs), ())
         self.view.append(bool(self.storages[i]) and self.storages[i].keys() <= keys)
@@ -172,7 +173,7 @@ class Kernels:
         """Which nodes Inductor does not write to memory, but computes inside their readers; and `early`."""
         inlined: dict[int, _Work] = {}
         early: dict[int, set[int]] = {}
-        again: dict[int, _Work] = {}  # what early readers compute
+        again: dict[int, _Work] = {}  # the work of early readers
         for i, node in enumerate(self.nodes):
             if not self.computes[i] or not is_inlined(node) or i in self.calls:
                 continue
@@ -194,13 +195,13 @@ class Kernels:
         return inlined, early
 
     def _is_realized(self, i: int, work: _Work) -> bool:
-        """Whether Inductor writes a node to memory at once: running sums, because we tell it to, and by its own rules
-        what a library call or the caller reads, what `as_strided` views (as the scale of a group norm), and what
-        several readers would have to compute again at too great a cost (`should_realize_on_reuse`, and thresholds in
+        """Whether Inductor writes a node to memory at once. It writes running sums because we tell it to. By its own
+        rules it writes a node that a library call or the caller reads, that `as_strided` views (as the scale of a group
+        norm), or that would cost too much if several readers computed it (`should_realize_on_reuse`, and thresholds in
         its configuration, torch 2.13). It counts operations, of which a node has about two.
 
-        What a call reads through a view is written when Inductor comes to that call. Until then readers compute it
-        themselves, and so do those of an output that reads nothing, such as indices (`ComputedBuffer.make_loader`)."""
+        A node that a call reads through a view is written when Inductor comes to that call. Until then its readers
+        compute it themselves, and so do those of an output that reads nothing, as indices (`make_loader`)."""
         node, readers = self.nodes[i], self._readers[i]
         most_reads, most_operations = (12, 25) if is_on_cpu(self.nodes[i]) else (8, 15)
         called = any(r in self.calls and self.nodes[r] in node.users for r in readers)
@@ -215,12 +216,12 @@ class Kernels:
         return bool(self.nodes[i].op == "output")
 
     def is_read(self, key: int, i: int) -> bool:
-        """Whether a node that has a storage for an input reads it: somebody writes it, and the node does not compute it
-        itself."""
+        """Whether a node reads a storage of its inputs from memory: some node writes it, and this one does not compute
+        it itself."""
         return key in self.maker and i not in self.early.get(self.maker[key], ())
 
     def _reads(self, i: int) -> dict[int, int]:
-        """What the node itself reads from memory: storages, with the bytes that it reads of each."""
+        """The storages that the node itself reads from memory, with the bytes that it reads of each."""
         node, found = self.nodes[i], dict[int, int]()
         for source in node.all_input_nodes:
             for key, (_, seen) in self._sizes[self.index[source]].items():
@@ -251,13 +252,13 @@ class Kernels:
 
 
 def both_kernels(partition: Partition) -> tuple[Kernels, Kernels]:
-    """Those of the forward and of the backward; for `Partition.once`."""
+    """The kernels of the forward and of the backward; for `Partition.once`."""
     return Kernels(partition.forward.graph), Kernels(partition.backward.graph)
 
 
 def _sizes(node: fx.Node) -> dict[int, tuple[int, int]]:
-    """Storages of the node's outputs, with their bytes, and those that a reader reads: of an expanded tensor no more
-    than there are."""
+    """Storages of the node's outputs, each with its bytes and with the bytes that a reader of it reads. These are never
+    more than the storage has, even if the tensor is expanded."""
     found: dict[int, tuple[int, int]] = {}
     for tensor in tensors_of(node):
         key = storage_key(tensor)
@@ -269,7 +270,7 @@ def _sizes(node: fx.Node) -> dict[int, tuple[int, int]]:
 
 
 def _shape(node: fx.Node) -> Space:
-    """What a loop that yields the node goes over: what it makes, or what it sums up or scatters."""
+    """The space of a loop that yields the node: the elements that it makes, or those that it sums up or scatters."""
     of = (node, *node.all_input_nodes) if operator_of(node) in LOOPS else (node,)
     elements = max(count(t) for n in of for t in tensors_of(n))
     reduces = operator_of(node) in REDUCTIONS
@@ -278,7 +279,7 @@ def _shape(node: fx.Node) -> Space:
 
 
 def _rows(node: fx.Node) -> Space | None:
-    """What the node makes of a loop on the CPU: nested loops, where an input is not read in the order of the result."""
+    """The space that a pointwise node asks of a loop on the CPU: nested loops, if an input lies in another order."""
     out = tensor_of(node)
     if out is None or out.device.type != "cpu" or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return None
@@ -289,7 +290,7 @@ def _rows(node: fx.Node) -> Space | None:
 
 
 def _outer(tensor: torch.Tensor, sizes: list[float]) -> int:
-    """The iterations of the outermost of the loops over `sizes` that it takes to read a tensor, broadcast to these."""
+    """The iterations of the outermost of the nested loops that it takes to read a tensor broadcast to `sizes`."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     steps = [0.0 if hint(size) == 1 else hint(step) for size, step in dims]
     steps = [0.0] * (len(sizes) - len(steps)) + steps
@@ -299,9 +300,9 @@ def _outer(tensor: torch.Tensor, sizes: list[float]) -> int:
 
 
 def _sums_columns(node: fx.Node) -> bool:
-    """Whether a reduction is over the rows of a matrix, and these are many for so few columns."""
+    """Whether a reduction sums up the columns of a matrix that has many rows and few columns."""
     given, dims = tensor_of(node.all_input_nodes[0]), summed(node)
-    if given is None or given.ndim - 1 in dims or operator_of(node) is aten.argmax:  # which is never split
+    if given is None or given.ndim - 1 in dims or operator_of(node) is aten.argmax:  # argmax is never split
         return False
     rows = math.prod(hint(given.shape[d]) for d in dims)
     return rows >= MANY_ROWS and count(given) / rows <= FEW_COLUMNS

@@ -1,7 +1,7 @@
 """When each alias group is produced, last read by the forward and first read by the backward.
 
-Views do not count as reads: only an operator that yields another storage reads the bytes, and it does so where the
-kernel runs that it is fused into.
+Views do not count as reads. Only an operator that yields another storage reads the bytes, at the place of the kernel
+that it is fused into.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         last = max(fwd_position[base], fwd_buffers.last[key], fwd_buffers.read_last[key])
         if base.op == "placeholder":  # the caller has it until the forward returns
             last = len(forward) - 2
-        if group.pack is not None and group.pack.copy:  # nobody but the store reads the copy
+        if group.pack is not None and group.pack.copy:  # only the store reads the copy
             last = fwd_position[base]
         keys = {storage_key(placeholders[m.name].meta["val"]) for m in group.members}
         # A reader that is fused into an earlier kernel would take the wait along, and with it the load; and whatever is
@@ -42,7 +42,7 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         reads = [bwd_buffers.read_first[k] for k in keys if k is not None and k in bwd_buffers.read_first]
         first = min([first_read(placeholders[m.name], bwd_position) for m in group.members] + reads)
         last_bwd = max(first, *(bwd_buffers.last[k] for k in keys if k is not None))
-        # Nothing stands between the inputs of a graph: one of them is produced where the last one is.
+        # No node may stand between the inputs of a graph, so every input counts as produced at the last one.
         return Item(
             nbytes=group.nbytes,
             produced=max(fwd_position[base], last_input),

@@ -12,10 +12,10 @@ import torch
 from ssd_fx.options import Tier
 
 Rates = tuple[tuple[str, float], ...]  # pairs of a dtype's name, such as "bfloat16", and a number, mostly flops/s
-HEAD_SIZES = (64, 128)  # of the two rates of attention that a machine has
-# One of our nodes on the host, where that was not measured: the wrapper's line, the dispatcher, the operator, waking an
-# I/O thread. Of a GPT 145 us, of a T5 172 us (docs/decisions.md, "What a step costs beside its compute"). On a GPU it
-# delays the device only if all of the host's work takes longer than the device's.
+HEAD_SIZES = (64, 128)  # the sizes of heads for which a machine has rates of attention
+# The host's time for one of our nodes, where that was not measured: the wrapper's line, the dispatcher, the operator,
+# waking an I/O thread. It was 145 us in a GPT, 172 us in a T5 (docs/decisions.md, "What a step costs beside its
+# compute"). On a GPU it delays the device only if all of the host's work takes longer than the device's.
 NODE_S = 150e-6
 _BY_DTYPE = (
     *("flops_by_dtype", "attention_flops", "attention_backward_flops"),
@@ -29,18 +29,18 @@ _TIMES = (  # may be 0; rates may not
 
 @dataclass(frozen=True)
 class Machine:
-    """What the roofline and the schedule are computed with; plain values, because the repr is part of compile caches.
+    """The rates from which the roofline and the schedule are computed. Plain values, as the repr is in cache keys.
 
-    `flops`: of matrix products, per second, for every dtype that is not in `flops_by_dtype`. `attention_flops` and
-    `attention_backward_flops`: of fused attention with heads of 64, likewise; a dtype that is not there runs at the
-    rate of products. `wide_attention_flops`, `wide_attention_backward_flops`: with heads of 128, or as with 64.
-    `memory_bw`, `write_bw`, `read_bw`: bytes per second of memory and, beside compute, of the directories.
-    `latency_s`: of one transfer. `node_s`: what the host needs for one of our nodes. `drag_s_per_byte`: what a
-    transferred byte takes from the compute lane, whose cores or memory bandwidth its I/O uses. `kernel_s`: fixed cost
-    of a kernel. `erf_s`, `random_s`: one error function, one random number, in a fused kernel. `to_host_bw`,
-    `from_host_bw`, `host_latency_s`: of copies between a device with memory of its own and pinned host memory.
-    `launch_s`, `host_node_s`: what the host needs to launch a kernel, and for one of our nodes, if the device runs
-    behind it. A CPU has `node_s` instead.
+    `flops`: flops per second of matrix products, for dtypes that are not in `flops_by_dtype`. `attention_flops` and
+    `attention_backward_flops`: the same for fused attention with heads of 64, by dtype; other dtypes run at the rate of
+    products. `wide_attention_flops`, `wide_attention_backward_flops`: the same with heads of 128; other dtypes run as
+    with heads of 64. `memory_bw`: bytes per second of memory. `write_bw`, `read_bw`, `latency_s`: bytes per second of
+    the directories beside compute, and the latency of one transfer. `node_s`: the host's time for one of our nodes.
+    `drag_s_per_byte`: the time that the compute lane loses for a transferred byte, because the I/O uses its cores or
+    its memory bandwidth. `kernel_s`: the fixed cost of a kernel. `erf_s`, `random_s`: the time of one error function,
+    of one random number, in a fused kernel. `to_host_bw`, `from_host_bw`, `host_latency_s`: bytes per second and
+    latency of copies between a device's own memory and pinned host memory. `launch_s`, `host_node_s`: if the device
+    runs behind the host, the host's time to launch a kernel, and for one of our nodes. A CPU has `node_s` instead.
     """
 
     flops: float
@@ -72,11 +72,11 @@ class Machine:
         return Machine(100e12, 1.5e12, 5e9, 6e9)
 
     def own_s(self, nbytes: int, tier: Tier = "ssd") -> float:
-        """What the two nodes of ours at either end of a transfer add to the compute lane."""
+        """Seconds of the compute lane at either end of a transfer: for two nodes of ours, and for the drag."""
         return 2 * self.node_s + self.lanes(tier).drag_s_per_byte * nbytes
 
     def host_s(self, launches: int, transfers: int) -> float:
-        """What a step takes of a host that a device runs behind. A transfer has four nodes."""
+        """The host's seconds for a step, if the device runs behind the host. A transfer has four nodes."""
         return self.launch_s * launches + 4 * self.host_node_s * transfers
 
     def product_flops(self, dtype: torch.dtype) -> float:
@@ -94,21 +94,21 @@ class Machine:
         return low + (high - low) * min(max((size - first) / (second - first), 0.0), 1.0)
 
     def lanes(self, tier: Tier) -> Machine:
-        """The machine with the lanes to a tier in the place of those to the drives."""
+        """The machine with the rates of a tier's lanes in the place of the drives' rates."""
         return self if tier == "ssd" else self._host
 
     @cached_property
     def _host(self) -> Machine:
-        """Copy engines move the bytes, so that no core computes less for them.
+        """The rates of copies. Copy engines move the bytes, so the compute lane loses nothing.
 
-        The drives' bytes cross the same bus. Copies have what those leave of it, and half of it at least.
+        The drives' bytes cross the same bus. Copies have the bandwidth that the drives leave, and half of it at least.
         """
         there = max(self.to_host_bw - self.write_bw, self.to_host_bw / 2)
         back = max(self.from_host_bw - self.read_bw, self.from_host_bw / 2)
         return replace(self, write_bw=there, read_bw=back, latency_s=self.host_latency_s, drag_s_per_byte=0.0)
 
     def rates(self) -> dict[str, object]:
-        """What `with_rates` takes, as JSON has it."""
+        """All rates by name, in the form of JSON. `with_rates` takes them."""
         return {name: dict(value) if name in _BY_DTYPE else value for name, value in asdict(self).items()}
 
     def with_rates(self, rates: Mapping[str, object]) -> Machine:
@@ -120,15 +120,15 @@ class Machine:
         return replace(self, **{name: _checked(name, value) for name, value in rates.items()})  # type: ignore[arg-type]
 
     def shared(self, processes: int) -> Machine:
-        """What one of so many processes has that write to and read from the same drives at the same time."""
+        """The machine of one of so many processes that use the same drives at the same time."""
         return replace(self, write_bw=self.write_bw / processes, read_bw=self.read_bw / processes)
 
     def rounded(self, digits: int = 3) -> Machine:
-        """Significant digits beyond what a measurement repeats would only miss compile caches."""
+        """The machine with rounded rates: digits that differ from one measurement to the next would miss caches."""
         return self.with_rates({name: _rounded(value, digits) for name, value in self.rates().items()})
 
 
-_WORDS = {  # for people, in the order of printing: what a rate is of, its unit, and how many of that unit a SI unit has
+_WORDS = {  # for people, in the order of printing: the name of a rate, its unit, and the factor to it from SI units
     "flops_by_dtype": ("matrix products", "GFLOP/s", 1e-9),
     "flops": ("other matrix products", "GFLOP/s", 1e-9),
     "attention_flops": ("attention", "GFLOP/s", 1e-9),

@@ -21,7 +21,7 @@ from ssd_fx.passes.partition import called, tensor_of, tensors_of
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")
-# What Inductor computes inside whatever kernel reads it, besides what is tagged pointwise.
+# Operators that Inductor computes inside the kernels that read them, besides those that are tagged pointwise.
 _INLINED = frozenset(
     {
         aten.full, aten.scalar_tensor, aten.arange, aten.embedding, aten.index, aten.gather, aten.constant_pad_nd,
@@ -36,7 +36,7 @@ REDUCTIONS = frozenset(
 # A loop of its own: neither inlined into readers nor a library call.
 LOOPS = REDUCTIONS | {prims.inductor_random, aten._unsafe_masked_index_put_accumulate}
 
-# What writes into a copy of its first operand, as scattered sums do.
+# Operators that write into a copy of their first operand, as scattered sums do.
 SCATTERS = frozenset(
     {
         aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_put, aten._unsafe_index_put,
@@ -44,16 +44,16 @@ SCATTERS = frozenset(
     }
 )  # fmt: skip
 
-# What Inductor on the CPU writes to memory rather than compute it twice (`should_realize_on_reuse`, torch 2.13).
+# Inductor on the CPU writes their results to memory, rather than compute them twice (`should_realize_on_reuse`, 2.13).
 HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh})
 
 
 def operator_of(node: fx.Node) -> object:
-    """The operator without its overload; None for what is none of PyTorch's."""
+    """The operator without its overload; None for a function that is no `OpOverload`."""
     return getattr(called(node)[0], "overloadpacket", None)
 
 
-# A graph has few operators and many nodes, so what is asked of an operator is answered once.
+# A graph has few operators and many nodes, so each question about an operator is answered once.
 
 
 def has_flops(node: fx.Node) -> bool:
@@ -114,10 +114,10 @@ def nbytes_of(node: fx.Node) -> float:
 
 
 def addmm(node: fx.Node, is_written: bool) -> fx.Node | None:
-    """The `mm` with which Inductor makes an addition an `addmm`; it moves there, and its operands live on.
+    """The `mm` that Inductor merges with an addition into an `addmm`. Its operands live until the addition.
 
-    Of two it is the second: Inductor tries that pattern first. On a GPU it leaves the addition to the loops that read
-    it (`should_prefer_unfused_addmm`, torch 2.13), unless it `is_written` because we tell it to.
+    Of two products it is the second, because Inductor tries that pattern first. On a GPU Inductor leaves the addition
+    to the loops that read it (`should_prefer_unfused_addmm`, torch 2.13). `is_written`: we have it write this sum.
     """
     if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return None

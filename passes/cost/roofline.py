@@ -33,11 +33,13 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # Keys per step of fused attention: blocks wholly above the diagonal are skipped.
 _CAUSAL_BLOCK_CPU = 512
 _CAUSAL_BLOCK_GPU = 128
-# On the CPU the fused kernel sets up each block of queries, which takes as long as so many keys more. Rates to that of
-# 1024 keys, which is calibrated: 0.82 at 512, 0.75 at 256, 0.6 at 128, 0.35 at 64 (2 cores of an EPYC, heads of 64).
+# On the CPU the fused kernel sets up each block of queries, which takes as long as so many more keys. The calibrated
+# rate is that of 1024 keys. Measured rates, as parts of it: 0.82 at 512 keys, 0.75 at 256, 0.6 at 128, 0.35 at 64 (2
+# cores of an EPYC, heads of 64).
 _KEYS_OF_SETUP = 200
 _CALIBRATED_KEYS = 1024
-# In error functions of equal time, for vectors of float32 in cache (AVX-512: 0.71, 0.36 and 0.22 ns an element).
+# The time of a special function as a multiple of that of an error function, for vectors of float32 in cache. With
+# AVX-512, 1.0 is 0.71 ns an element, 0.5 is 0.36 ns, and 0.3 is 0.22 ns.
 _SPECIAL: dict[object, float] = {
     aten.erf: 1.0,
     aten.erfc: 1.0,
@@ -63,7 +65,7 @@ _RANDOM = (prims.inductor_random, aten.native_dropout, aten.rand, aten.randn, at
 
 @dataclass
 class Traffic:
-    """What one node adds: bytes read and written, the kernels that begin with it, and how often it is computed."""
+    """The cost that one node adds: bytes read and written, the kernels that begin with it, how often it is computed."""
 
     read: int = 0
     written: int = 0
@@ -108,7 +110,7 @@ def seconds(node: fx.Node, adds: Traffic, machine: Machine) -> float:
 
 
 def _flops(node: fx.Node) -> float:
-    """By PyTorch's own formulas, which lack the CPU's attention and take no account of causality."""
+    """Flops by PyTorch's own formulas; by ours for attention, as PyTorch's lack the CPU's, and ignore causality."""
     target, *given = called(node)
     formula = flop_registry.get(operator_of(node))
     if formula is None or (is_attention(target) and "_scaled_dot_product" in str(target)):
@@ -118,7 +120,7 @@ def _flops(node: fx.Node) -> float:
 
 
 def _attention_flops(node: fx.Node) -> float:
-    """Two products forward, five backward; of causal attention, the blocks that are not wholly above the diagonal."""
+    """Two products in the forward, five in the backward. A causal mask leaves out blocks wholly above the diagonal."""
     given = arguments_of(node)
     query, key, value = (given[name].meta["val"] for name in ("query", "key", "value"))
     pairs = hint(math.prod(query.shape[:-1])) * hint(key.shape[-2])  # [..., heads, length, size]; numel() would guard
@@ -145,13 +147,13 @@ def _rate(node: fx.Node, machine: Machine) -> float:
         return machine.product_flops(dtype)
     query, key = (arguments_of(node)[name].meta["val"] for name in ("query", "key"))
     rate = machine.fused_attention_flops(dtype, hint(query.shape[-1]), backward=_is_backward(node))
-    # a machine that somebody describes by its products alone, such as a GPU that is not here, has no such kernel
+    # a machine that is described by its products alone, such as a GPU that is not here, has no calibrated attention
     calibrated = query.device.type == "cpu" and machine.attention_flops
     return rate * (_short_rows(hint(key.shape[-2])) if calibrated else 1.0)
 
 
 def _short_rows(length: float) -> float:
-    """The rate of the CPU's fused attention over rows of so many keys, to the rate that was calibrated."""
+    """The rate of the CPU's fused attention over rows of so many keys, as a part of the calibrated rate."""
 
     def setup(keys: float) -> float:
         return keys / (keys + _KEYS_OF_SETUP)
@@ -173,7 +175,7 @@ def _special_s(node: fx.Node, machine: Machine) -> float:
 
 
 def traffic(kernels: Kernels) -> dict[fx.Node, Traffic]:
-    """An entry for every node that is computed."""
+    """The traffic of every node that is computed."""
     found = {n: Traffic() for n, computed in zip(kernels.nodes, kernels.computes, strict=True) if computed}
     begun = set[int]()
     read = set[tuple[int, int]]()  # a storage, and a kernel that has read it

@@ -1,7 +1,7 @@
 """Which storages a loop reads in the order in which it writes its result, so that the result may be written over them.
 
-A loop of Inductor's goes over its result as that lies in memory. So this is about the strides of what it reads, and of
-what it writes: not always those of the graph.
+A loop of Inductor's goes over its result in the order of memory. So it depends on the strides of the tensors that the
+loop reads and writes, which are not always the strides of the graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class Strides:
-    """Those of one graph, as its kernels have them."""
+    """The strides of the tensors of one graph, as its kernels have them."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -73,10 +73,10 @@ class Strides:
         return size == of and all(a == b for a, b, n in zip(stride, steps, of, strict=True) if n != 1)
 
     def _laid_out(self, i: int) -> tuple[list[float], list[float]]:
-        """Sizes and strides of a node's tensor. Inductor makes contiguous what a loop writes and a library call reads
-        through a view, and an image if a view has other sizes, but for what is returned, and what a product reads with
-        others (`convert_to_reinterpret_view` and `View.create` in its ir.py, `need_fixed_layout` in its graph.py,
-        torch 2.13)."""
+        """Sizes and strides of a node's tensor. Inductor makes the result of a loop contiguous if a library call reads
+        it through a view; an image, if a view of it has other sizes. It does not if the result is an output, or if a
+        product or a convolution's backward reads it beside other nodes (`convert_to_reinterpret_view` and `View.create`
+        in its ir.py, `need_fixed_layout` in its graph.py, torch 2.13)."""
         node = self._kernels.nodes[i]
         tensor = tensor_of(node)
         assert tensor is not None
@@ -103,10 +103,10 @@ class Strides:
 
 
 def _images(nodes: list[fx.Node]) -> set[fx.Node]:
-    """What lies with its channels last in a backward, though the graph has other strides: what convolutions read and
-    write, if a weight lies so, and what is computed of it or with it, element by element (`get_fill_order` in
-    Inductor's ir.py, torch 2.13)."""
-    beside: dict[fx.Node, list[fx.Node]] = {}  # nodes that lie in one order
+    """The images that lie with their channels last in a backward, though the graph has other strides: those that a
+    convolution reads and writes, if its weight lies so, and all that are computed of these or with these element by
+    element (`get_fill_order` in Inductor's ir.py, torch 2.13)."""
+    beside: dict[fx.Node, list[fx.Node]] = {}  # by node, the nodes that lie in the same order
     found: set[fx.Node] = set()
     work: list[fx.Node] = []
     for node in nodes:
@@ -129,7 +129,7 @@ def _images(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _is_turned(weight: fx.Node) -> bool:
-    """Whether the weight of a convolution has its channels last, and no other order besides."""
+    """Whether the weight of a convolution has its channels last, and its strides fit no other order."""
     tensor = tensor_of(weight)
     assert tensor is not None
     size, stride = _hints(tensor)

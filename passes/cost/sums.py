@@ -2,11 +2,11 @@
 
     dw = mm_1 + mm_2 + ... + mm_32        the gradient of a weight that a loss in pieces, or many layers, share
 
-An addition is computed inside the one that reads it. So all terms would be read by one kernel at the end, and all of
-them live until then. With Llama 3's words and 64 thousand tokens that was 28 GiB on an H200. Inductor makes a product
-and its addition one call (`addmm`), but on a GPU only if something other than a loop reads the sum. So each addition
-of a long sum is written to memory, where its terms are. `lowering/sums.py` has Inductor do so, and predictions count
-with it.
+Inductor computes an addition inside the addition that reads it. So one kernel at the end would read all terms, which
+would live until then: 28 GiB on an H200, with Llama 3's vocabulary and 64 thousand tokens. Inductor merges a product
+with its addition into one call (`addmm`), but on a GPU only if a node other than a loop reads the sum. So we have it
+write each addition of a long sum to memory as soon as the terms are there (`lowering/sums.py`). The predictions assume
+that.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ssd_fx.passes.partition import tensor_of
 
 aten = torch.ops.aten
 
-# The terms that a sum may have without this: so many does Inductor read in one loop (`realize_acc_reads_threshold`).
+# Sums of up to so many terms are left alone: Inductor reads as many in one loop (`realize_acc_reads_threshold`).
 SHORT = 8
-# Bytes of the sum from which on this matters. A kernel for less would take longer to start than to run.
+# Sums of fewer bytes are left alone: a kernel for one would take longer to start than to run.
 LEAST = 1 << 20
 RUNNING = "ssd_fx_running_sum"  # in node.meta, once Inductor is to write the sum
 
 
 def running_sums(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The additions that each add one term to a sum of more than `SHORT` terms, but for the last."""
+    """The additions that make up the sums of more than `SHORT` terms, without the last addition of each sum."""
     terms: dict[fx.Node, int] = {}
     for node in nodes:
         if _adds(node):
@@ -54,5 +54,5 @@ def _adds(node: fx.Node) -> bool:
 
 
 def _sizes(tensor: torch.Tensor) -> list[float]:
-    """As numbers: to compare symbolic ones would add guards."""
+    """The sizes as numbers: to compare symbolic ones would add guards."""
     return [hint(size) for size in tensor.shape]

@@ -1,4 +1,4 @@
-"""Memory that an operator takes while it runs and gives back before it returns, so that no graph shows it."""
+"""Memory that an operator takes while it runs and gives back before it returns. No graph shows it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ssd_fx.passes.groups import is_channels_last
 from ssd_fx.passes.partition import arguments_of, called, tensor_of
 
 aten = torch.ops.aten
-# Products of matrices, and what the schemas call the two.
+# Products of matrices, and the names of the two matrices in the schemas.
 _PRODUCTS: dict[object, tuple[str, str]] = {
     aten.mm: ("self", "mat2"),
     aten.addmm: ("mat1", "mat2"),
     aten.bmm: ("self", "mat2"),
     aten.baddbmm: ("batch1", "batch2"),
 }
-# Operators on elements that copy, whatever the dtypes; that read a condition; whose result is complex at first.
+# Elementwise operators: those that copy, whatever the dtypes; that read a condition; whose result is complex at first.
 _COPIES = (aten.clone, torch.ops.prims.convert_element_type)
 _WITH_CONDITION = (aten.where, aten.masked_fill)
 _COMPLEX_FIRST = (aten.abs, aten.angle)
-ROWS = 128  # to a multiple of which flash attention rounds up the rows of a sequence
-# Of the blocks in which oneDNN multiplies matrices of bfloat16: the most rows, products that are summed up, and columns
-# of sums; the columns that it reads at once, and a line of the cache, in elements.
+ROWS = 128  # flash attention rounds up the rows of a sequence to a multiple of this
+# oneDNN multiplies matrices of bfloat16 in blocks. These are the most rows of a block, products that are summed up, and
+# columns of sums. Then the columns that it reads at once, and a line of the cache, in elements.
 BLOCK_ROWS, BLOCK_DEPTH, BLOCK_COLUMNS = 256, 512, 1024
 NARROW, LINE = 64, 16
 BLOCK, LARGE_KERNEL = 16, 14  # channels of a block of a convolution, and the largest kernel that it is made for
-UNPACKED = 16**3  # so many multiplications are left to a loop (`mkldnn_gemm` in Matmul.cpp)
+UNPACKED = 16**3  # a product of no more multiplications is left to a loop (`mkldnn_gemm` in Matmul.cpp)
 
 
 def workspace_bytes(node: fx.Node) -> int:
-    """Of one call, as far as it is known: what it has beside its inputs and results while it runs."""
+    """Bytes that one call has beside its inputs and results while it runs, as far as that is known."""
     target = called(node)[0]
     if not isinstance(target, OpOverload):
         return 0
@@ -53,11 +53,11 @@ def workspace_bytes(node: fx.Node) -> int:
 
 
 def _elements(node: fx.Node) -> int:
-    """Of an operator on elements, which is a call where numbers are complex: copies of what is not of the dtype that it
-    computes in. `abs` and `angle` have a complex result before the real one.
+    """The workspace of an elementwise operator, which is a library call if numbers are complex: copies of the inputs
+    that have another dtype than it computes in. `abs` and `angle` have a complex result before the real one.
 
     (`compute_types` in TensorIterator.cpp, `unary_op_impl_with_complex_to_float_out` in UnaryOps.cpp, PyTorch 2.13.)
-    What is lazily conjugated has been copied in the graph.
+    The graph has already copied inputs that were lazily conjugated.
     """
     operator, inputs = operator_of(node), [t for t in map(tensor_of, node.all_input_nodes) if t is not None]
     if operator in _WITH_CONDITION:
@@ -72,8 +72,8 @@ def _elements(node: fx.Node) -> int:
 
 
 def _product(node: fx.Node) -> int:
-    """Of a product of matrices: the copies of those that lie in no order that libraries take, as the gradient of a sum,
-    which is one number for all elements.
+    """The workspace of a product of matrices: copies of the matrices that lie in no order that libraries take, and the
+    blocks that are packed. The gradient of a sum is such a matrix: one number for all elements.
 
     ATen copies them, if Inductor has not (`addmm_impl_cpu_` in LinearAlgebra.cpp, `prepare_matrix_for_cublas` in
     CUDABlas, `may_require_contiguous` in Inductor's bmm.py, PyTorch 2.13). Either copy is there during the call only.
@@ -87,12 +87,12 @@ def _product(node: fx.Node) -> int:
 
 
 def _packed(a: _Matrices, b: _Matrices) -> int:
-    """What oneDNN packs of two matrices of bfloat16 on the CPU: blocks of a bounded size, for each thread.
+    """Bytes that oneDNN packs of two matrices of bfloat16 on the CPU: blocks of a bounded size, for each thread.
 
-    A block of the first is packed if its columns follow each other in memory, as those of the input in the gradient of
-    a weight do. Then the sums of more than one block of products wait in float32. Counted with AVX-512 and PyTorch
-    2.13. With sizes that are no multiple of 64 it takes less, and with rows of 8 KiB and more it packs the first matrix
-    at times.
+    It packs a block of the first matrix if the columns of that matrix are contiguous, as those of the input are in the
+    gradient of a weight. If there is more than one block of products then, their sums wait in float32. Counted with
+    AVX-512 and PyTorch 2.13. With sizes that are no multiple of 64 it takes less, and with rows of 8 KiB and more it
+    packs the first matrix at times.
     """
     if not a.is_packed or a.rows * a.columns * b.columns <= UNPACKED:
         return 0
@@ -107,12 +107,13 @@ def _packed(a: _Matrices, b: _Matrices) -> int:
 
 
 def _convolution(node: fx.Node) -> int:
-    """Of a convolution of images on the CPU: what oneDNN makes of the weight, which lies with its channels last.
+    """The workspace of a convolution of images on the CPU: oneDNN's copies, mostly of the weight.
 
-    The forward, and the gradient of the image, read blocks of 16 channels. The gradient of a weight is computed in such
-    blocks, in float32, and copied twice. A kernel of more than 14 rows or columns is a product of matrices there, of
-    all pixels that a result reads. The gradient of an image behind a convolution that takes steps is computed from a
-    padded copy of the result's, one image a thread. Counted with AVX-512 and PyTorch 2.13.
+    The weight lies with its channels last, but the forward and the gradient of the image read it in blocks of 16
+    channels. The gradient of a weight is computed in such blocks, in float32, and copied twice. With a kernel of more
+    than 14 rows or columns that gradient is a product of matrices, which have all pixels that each result reads. If the
+    convolution takes steps, the gradient of the image is computed from a padded copy of the result's gradient, one
+    image a thread. Counted with AVX-512 and PyTorch 2.13.
     """
     given = arguments_of(node)
     weight, image = tensor_of(given["weight"]), tensor_of(given["input"])
@@ -147,7 +148,7 @@ def _convolution(node: fx.Node) -> int:
 
 
 def _turned(operand: fx.Node) -> int:
-    """The copy with its channels last that Inductor makes of an input which a convolution reads."""
+    """Bytes of the copy, with its channels last, that Inductor makes of an input for a convolution."""
     tensor = tensor_of(operand)
     assert tensor is not None
     if operand.op != "placeholder" or is_channels_last(tensor.shape, tensor.stride()):
@@ -156,7 +157,7 @@ def _turned(operand: fx.Node) -> int:
 
 
 class _Matrices(NamedTuple):
-    """A matrix, or a batch of them, `nbytes` in all. `steps`: from one row to the next, and from one column."""
+    """A matrix, or a batch of them, `nbytes` in all. `steps`: the stride from row to row, and from column to column."""
 
     rows: int
     columns: int
@@ -182,18 +183,18 @@ class _Matrices(NamedTuple):
 
     @property
     def is_copied(self) -> bool:
-        """Batches of bfloat16 must follow each other for oneDNN."""
+        """Whether a product copies it. For oneDNN the matrices of a batch of bfloat16 must follow each other."""
         by_rows = self.steps[1] == 1 and self.steps[0] >= max(self.columns, 1)
         return not (self.is_transposed or by_rows) or (self.is_packed and self.is_apart)
 
 
 def _flash_backward(node: fx.Node, *, heads_first: bool) -> int:
-    """Of flash attention's backward on NVIDIA's GPUs (`mha_bwd` in flash_api.cpp, PyTorch 2.11 to 2.13).
+    """The workspace of flash attention's backward on NVIDIA's GPUs (`mha_bwd` in flash_api.cpp, PyTorch 2.11 to 2.13).
 
     It sums up the gradient of the queries in float32, and keeps a float32 for every row. Where heads share keys and
     values, it makes the gradients of these for every head first. It copies a gradient or a result that is not
-    contiguous (`_flash_attention_backward` in attention_backward.cu). Sequences of several lengths, which lie behind
-    each other there, have three dimensions, and are not looked at.
+    contiguous (`_flash_attention_backward` in attention_backward.cu). Sequences of several lengths are not counted:
+    they lie behind each other in tensors of three dimensions.
     """
     arguments = arguments_of(node)
     query, key, grad, out = (_Dense.of(arguments[name], heads_first) for name in ("query", "key", "grad_out", "out"))

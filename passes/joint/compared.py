@@ -1,7 +1,7 @@
-"""What must have the bits of the forward in the backward, because the backward compares it.
+"""Saved tensors that must have the forward's bits in the backward, because the backward compares them.
 
-What is computed again, or comes out of a lossy codec, has other bits. A saved maximum then equals no element of the
-tensor that it is the maximum of. The backward divides by how many elements equal it, and the gradient is NaN.
+A tensor that is computed again, or comes out of a lossy codec, has other bits. Then a saved maximum equals no element
+of its tensor. The backward divides by the number of elements that equal it, 0, and the gradient is NaN.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _JUMPS = frozenset(  # besides operators that make bools of floats
         *("_cdist_backward", "_pdist_backward", "_segment_reduce_backward"),  # their kernels compare
     )
 )
-_COMPARE_WITH_NUMBERS = frozenset(  # as their kernels do, whatever else they are given
+_COMPARE_WITH_NUMBERS = frozenset(  # their kernels compare an argument with a number, whatever the other arguments are
     (
         *("threshold_backward", "hardtanh_backward", "hardshrink_backward", "softshrink_backward", "elu_backward"),
         *("leaky_relu_backward", "hardswish_backward", "hardsigmoid_backward", "_prelu_kernel_backward"),
@@ -38,35 +38,35 @@ _COMPARE_WITH_NUMBERS = frozenset(  # as their kernels do, whatever else they ar
 def compared(partition: Partition) -> frozenset[str]:
     """Names of the saved tensors whose values decide a comparison of two of them, or a choice, in the backward.
 
-    Hazard: what is computed again may be rounded otherwise. Inductor makes one `addmm` of a product and a sum where
-    nobody else reads the product, and `index_add` adds up in any order. A difference that was 0 has a sign then.
-
-    Parameters are not among them: they are as they were. Nor is what is made of the gradients that come in.
+    Hazard: a tensor that is computed again may be rounded otherwise. Inductor merges a product and a sum into an
+    `addmm` if nothing else reads the product, and `index_add` adds up in any order. Then a difference that was 0 has a
+    sign. Parameters are not among the names: they do not change. Nor are tensors made of incoming gradients.
     """
     found, varying = functools.reduce(operator.or_, _deciding(partition), 0), _varying(partition)
     return frozenset(n.name for i, n in enumerate(partition.saved) if found & 1 << i and n.name in varying)
 
 
 def compares_again(partition: Partition) -> bool:
-    """Whether the backward compares what it computes again, by our choice, with something that it does not.
+    """Whether the backward compares a tensor that it computes again, by our choice, with one that it does not.
 
-    Hazard: PyTorch's own partition may compare in the forward, and save the mask. `compared` does not see that. Where
-    the backward has the tensor anyway, PyTorch's next cut compares there, with a saved maximum of other bits.
+    Hazard: PyTorch's own partition may compare in the forward, and save the mask. `compared` does not see that. If the
+    next cut has the backward compute the tensor again, PyTorch moves the comparison there. It then compares the new
+    tensor with the saved maximum, which has other bits.
     """
     again = 1 << len(partition.saved)
     return any(bits & again for bits in _deciding(partition, again))
 
 
 def _deciding(partition: Partition, again: int = 0) -> Iterator[int]:
-    """For every comparison of two tensors, and every choice, in the backward: what its arguments are made of.
+    """For each comparison of two tensors and each choice in the backward, the tensors that its arguments are made of.
 
-    A bit for each saved tensor, by its number. `again`: the bit of what is computed again by our choice, whatever that
-    is made of; 0 for those of what it is made of.
+    Each saved tensor has a bit, by its number. All tensors that are computed again by our choice have the bit `again`;
+    if it is 0, they have the bits of the saved tensors that they are made of.
     """
     saved = partition.saved
     bits = {n.name: 1 << i if tensor_of(n) is not None else 0 for i, n in enumerate(saved)}  # sizes have none
     varying = sum(bits[name] for name in _varying(partition)) | again
-    made_of: dict[fx.Node, int] = {}  # of nodes that are made without gradients
+    made_of: dict[fx.Node, int] = {}  # without nodes that are made of gradients
     for node in partition.backward.graph.nodes:
         if node.op == "placeholder":
             if node.name in bits:
@@ -74,7 +74,7 @@ def _deciding(partition: Partition, again: int = 0) -> Iterator[int]:
             continue
         arguments = node.all_input_nodes
         sources = functools.reduce(operator.or_, (made_of.get(source, 0) for source in arguments), 0)
-        related = sources if _of_two(node) else sources & varying  # a parameter may be compared with its maximum
+        related = sources if _of_two(node) else sources & varying  # a parameter may meet its saved maximum
         several = related & (related - 1)  # more than one bit
         if chooses(node) or (several and jumps(node)):
             yield sources
@@ -107,7 +107,7 @@ def keep_compared(partition: Partition, plan: Plan) -> Plan:
 
 
 def jumps(node: fx.Node) -> bool:
-    """Whether the result may jump where an argument changes a little; so may what other libraries compute."""
+    """Whether the result may jump if an argument changes a little. Operators of other libraries may all do so."""
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return True
@@ -118,7 +118,7 @@ def jumps(node: fx.Node) -> bool:
     if not any(t.is_floating_point() or t.is_complex() for n in node.all_input_nodes for t in tensors_of(n)):
         return False
     makes_bools = any(t.dtype == torch.bool for t in tensors_of(node))
-    rounds = target._overloadname.endswith("_mode")  # of a quotient
+    rounds = target._overloadname.endswith("_mode")  # rounds a quotient
     return makes_bools or rounds or _name(node) in _JUMPS or _name(node) in _COMPARE_WITH_NUMBERS
 
 
@@ -131,8 +131,8 @@ def chooses(node: fx.Node) -> bool:
     """Whether an operator picks indices by values: topk, sort, argmax, max_pool2d_with_indices.
 
     Hazard: a kernel of the backward is fused otherwise than that of the forward, and rounds otherwise. Then other
-    elements are the largest, and the gradient goes to those. Of these PyTorch's own cut computes only argmax and max
-    again, and those from what it has saved.
+    elements are the largest, and the gradient goes to those. PyTorch's own cut computes none of these operators again
+    but argmax and max, and those only from saved tensors.
     """
     picked = [t for t in tensors_of(node) if not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)]
     by_values = [t for source in node.all_input_nodes for t in tensors_of(source) if t.is_floating_point()]

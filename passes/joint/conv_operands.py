@@ -1,13 +1,13 @@
-"""Weights and images that convolutions read of inputs are saved themselves, and the backward turns them.
+"""Saves inputs that convolutions read (weights, images) as they are; the backward turns them to channels last.
 
     Inductor    w_1 = channels last of w; ...; conv(x, w_1); save w_1      a copy of each weight, during the whole step
     this        ...; conv(x, channels last of w); save w                   a copy during the call alone, in the
                 ...; convolution_backward(dy, x, clone(w))                 forward and in the backward
 
-Where Inductor lays convolutions out with their channels last it turns the inputs that they read. What of these is saved
-is turned where the forward begins, and the copy is saved, although the input is there anyway. Inductor is told to save
-inputs with the strides that they have (`lowering/conv_operands.py`). In the backward the turning is written into the
-graph, which has the strides there that it would have with such copies, and the plan counts it.
+If Inductor lays convolutions out with their channels last, it turns the inputs that they read: it copies them in that
+order. It turns a saved input where the forward begins, and saves the copy, although the input is there anyway. We tell
+Inductor to save inputs with the strides that they have (`lowering/conv_operands.py`). This pass writes the copies into
+the backward. So nodes there have the strides that they would have with saved copies, and the plan counts the copies.
 
 Hazard: in the forward no node may yield other strides than before. `as_strided` counts elements by the strides of the
 graph, and the caller gets its outputs with them.
@@ -30,7 +30,7 @@ def turn_operands(partition: Partition) -> None:
     """Have the backward's convolutions read copies of inputs, with their channels last, as Inductor saves them."""
     if not lays_out(partition):
         return
-    made = {n.name for n in partition.saved if n.op != "placeholder"}  # Inductor saves it as it wants to have it
+    made = {n.name for n in partition.saved if n.op != "placeholder"}  # Inductor saves these in its own order
     for node in partition.backward.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         for at, operand in enumerate(node.args[:3]):
             if operand.op == "placeholder" and operand.name not in made and _is_read(node, at):
@@ -43,7 +43,7 @@ def lays_out(partition: Partition) -> bool:
     graph.py, torch 2.13)."""
     if partition.is_of_region or not any(n.target is aten.convolution.default for n in partition.forward.graph.nodes):
         return False
-    from ssd_fx.compat.inductor import has_channels_last  # these import Inductor's compiler
+    from ssd_fx.compat.inductor import has_channels_last  # here, as it imports Inductor's compiler
 
     return has_channels_last(partition.forward)
 

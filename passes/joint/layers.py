@@ -3,8 +3,8 @@
     x0 -> [norm, qkv, attention, proj] -> x1 -> [norm, up, gelu, down] -> x2
         |                                |                              |       few bytes: x0, x1, x2
 
-A checkpoint per layer saves what is needed across such places, and recomputes all else. They are found by bytes alone,
-without names of modules.
+A checkpoint per layer saves the tensors that are needed across such places, and recomputes all others. The places are
+found by bytes alone, without names of modules.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from ssd_fx.passes.joint.compared import compared, jumps
 from ssd_fx.passes.joint.recompute import may_run_twice
 from ssd_fx.passes.partition import Partition, changed_inputs, nodes_by_storage, storage_of, tensor_of
 
-FEWER = 1.5  # a tensor made of so many times its bytes is worth saving, although a kernel computes it within itself
-LARGE = 0.25  # of the bytes across a place: a smaller tensor is not saved for it
-NARROW = 2  # between two places the bytes rise to this factor of theirs at least
+FEWER = 1.5  # a tensor that a kernel computes within itself is saved if its inputs have so many times its bytes
+LARGE = 0.25  # a tensor with a smaller share of the bytes across a place is not saved for it
+NARROW = 2  # on either side of a place the bytes rise to at least so many times its own
 
 
 @dataclass(frozen=True)
 class Between:
-    """Names of nodes. `saved`: what the forward needs across such places; `again`: what is made of that alone."""
+    """Names of nodes. `saved`: those that the forward needs across such places. `again`: those made of these alone."""
 
     saved: frozenset[str]
     again: frozenset[str]
 
 
 def between_layers(partition: Partition) -> Between:
-    """What to save, and what to compute again from it, so that a layer can be computed again by itself.
+    """The nodes to save, and those to compute again from them, so that each layer can be computed again by itself.
 
-    PyTorch's min-cut saves what the first operators of a layer make of its input, such as its norm, and not the input.
-    To compute the layer again from there takes all layers before. What a kernel computes within itself is not needed
-    across a place, as it is never in memory: a norm in float32. The sum of two tensors is an exception, as it is saved
-    in the place of both.
+    PyTorch's min-cut saves results of the first operators of a layer, such as its norm, and not the layer's input. To
+    compute that input again takes all layers before. A tensor that a kernel computes within itself, such as a norm in
+    float32, is never in memory, so it does not count as needed across a place. The sum of two tensors is an exception,
+    because it is saved in the place of both.
     """
     graph = partition.forward.graph
     at = {node: i for i, node in enumerate(graph.nodes)}
     calls = [0, *itertools.accumulate(int(is_extern(node)) for node in graph.nodes)]
     change = [0.0] * (len(at) + 1)
     spans: list[tuple[int, int, float, fx.Node]] = []
-    within: dict[int | None, int] = {}  # of what a kernel computes within itself: where it is needed last
+    within: dict[int | None, int] = {}  # where a tensor within a kernel is needed last
     for key, nodes in reversed(nodes_by_storage(graph.nodes).items()):
         made, tensor = nodes[0], tensor_of(nodes[0])
         readers = (user for node in nodes for user in node.users if user.op != "output")
@@ -75,10 +75,10 @@ def between_layers(partition: Partition) -> Between:
 
 
 def made_of(saved: Collection[str], partition: Partition) -> frozenset[str]:
-    """Names of what can be computed again from `saved` and trained parameters alone."""
+    """Names of the nodes that can be computed again from `saved` and trained parameters alone."""
     graph, may = partition.forward.graph, partition.once(reproducible)
     storages = {storage_of(n) for n in graph.nodes if n.name in saved} - {None}
-    given = {n for n in graph.nodes if n.op == "placeholder"}  # no other one is read by what is reproducible
+    given = {n for n in graph.nodes if n.op == "placeholder"}  # reproducible nodes read only trained parameters
     known, found = set[fx.Node](), set[str]()
     for node in graph.nodes:
         sources = set(node.all_input_nodes)
@@ -94,8 +94,8 @@ def made_of(saved: Collection[str], partition: Partition) -> frozenset[str]:
 
 
 def reproducible(partition: Partition) -> frozenset[str]:
-    """Names of what Inductor computes within its readers, or in a loop, and of the views of that: with the same
-    arguments it has the same values in the backward."""
+    """Names of the nodes that have the same values if the backward computes them from the same arguments: those that
+    Inductor computes in a loop or within their readers, and views of these."""
     graph, exact = partition.forward.graph, partition.once(compared)
     unstable = ({storage_of(n) for n in partition.caller_inputs} | changed_inputs(graph)) - {None}
     found = set[str]()

@@ -1,12 +1,12 @@
-"""What the user said about single tensors: marks in the model, module name patterns, a function, checkpoint policies.
+"""The user's decisions about tensors: marks in the model, patterns of module names, a function, checkpoint policies.
 
     joint graph   relu -> alias {custom: ssd_fx keep} -> mm
     lift          relu {marks: ssd_fx.keep} -> mm              the graph is as if nothing had been marked
     mark          group of relu: Mark(keep, "marked by ssd_fx.keep")
 
 `lift` runs on the joint graph, before other passes match patterns in it or cut it. A mark is about a storage, so every
-node of that storage gets it; the min-cut may save any of them. `mark` then gives each alias group at most one mark: a
-call in the model outweighs a pattern, a pattern the user's function, and that a checkpoint policy.
+node of that storage gets it; the min-cut may save any of them. `mark` then gives each alias group at most one mark. A
+call in the model comes first, then a pattern, then the user's function, and last a checkpoint policy.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def forced(plan: Plan, group: AliasGroup, min_bytes: int) -> Keep | Offload | No
         return None
     if found.decision == "keep":
         return Keep(found.reason)
-    if found.decision == "recompute":  # what can be recomputed is saved no more
+    if found.decision == "recompute":  # a group that can be recomputed is not saved any more
         return Keep(f"{found.reason}, and it cannot be computed again")
     if found.decision == "offload" and (found.itself or group.nbytes >= min_bytes):
         return Offload()
@@ -202,7 +202,7 @@ def _of_patterns(
 
 
 def _of_function(policy: Policy, group: AliasGroup, base: fx.Node, module: str, *, recompute: bool) -> Mark | None:
-    """What the user's function says about the group."""
+    """The mark that the user's function gives the group, or None."""
     tensor = tensor_of(base)
     assert tensor is not None, "a base is a tensor"
     made_by = base.all_input_nodes[0] if base.target is operator.getitem else base

@@ -43,7 +43,7 @@ def paths(node: fx.Node) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)  # a root is asked for at every node
 def dotted(path: str) -> str:
-    """An expression with attributes for what Dynamo finds in `__dict__`, `_modules`, `_parameters` and `_buffers`."""
+    """The expression with attributes in place of items of `__dict__`, `_modules`, `_parameters` and `_buffers`."""
     return _REGISTERED.sub(r".\1", path)
 
 

@@ -107,12 +107,12 @@ class Joint:
         return not self._inputs
 
     def copy(self) -> Joint:
-        """One over the same FakeTensors, which can be cut without a change of this one."""
+        """A joint graph over the same FakeTensors, which can be cut without a change of this one."""
         return Joint(_clone(self._module), self._inputs, self._arguments, self._after_cut, self._lasting)
 
     def partition(self, *, again: bool = False) -> Partition:
         """The partition that PyTorch makes by itself. `again`: the graph may be cut once more later."""
-        if again:  # only then: PyTorch later reads its notes from its own module, and not from this one
+        if again:  # else the cut writes its notes into PyTorch's own module, which PyTorch later reads
             self._module = _lazy(self._module)
         return self._partition(*self._cut(self._module))
 
@@ -124,11 +124,11 @@ class Joint:
         With `maybe` it saves the fewest bytes, and computes any of these nodes again for that.
 
         A node keeps a tag that it has already. Views of a recomputed node get its tag too: to PyTorch a cut through a
-        view is as cheap, and saves the same bytes. What may not run twice is no view, whatever its FakeTensor says.
-        The graph is as the first cut left it: common subexpressions are merged, and PyTorch's own tags are set. The cut
-        does not see that attention may draw random numbers, because what is tagged here draws none: PyTorch would save
-        and set the state of the generator around it. Tags that are set here are gone from the partition, which
-        proposals may begin from.
+        view is as cheap, and saves the same bytes. A node that may not run twice counts as no view, whatever its
+        FakeTensor says. The graph is as the first cut left it: common subexpressions are merged, and PyTorch's own tags
+        are set. Attention may draw random numbers, but tagged nodes draw none, so this hides them from the cut: it
+        would save and set the state of the generator around them. The partition loses the tags that are set here,
+        because proposals may begin from it.
 
         Raises:
             CutError: PyTorch cannot partition it so.
@@ -260,9 +260,9 @@ def price(partition: Partition, plan: Plan, *, saved: Collection[int] = ()) -> P
 
 @dataclass(frozen=True)
 class _Forward:
-    """What prices are made of.
+    """The facts that prices are computed from.
 
-    keys: the storage of each node's tensor. twice: the nodes that may run twice. seconds: that each takes.
+    keys: the storage of each node's tensor. twice: the nodes that may run twice. seconds: the time of each node.
     slots: each saved storage, with the slot of its alias group, or None where it is in no group.
     unstable: storages that may hold other values in the backward, because the step or its caller writes into them.
     """
@@ -295,7 +295,7 @@ def _price(base: fx.Node, forward: _Forward) -> Price | None:
                 sources.add(key)
             elif source.op not in ("placeholder", "get_attr") and _name(source) not in _SEEDS:
                 work.append(source)
-    if len(sources) > 1 and any(map(jumps, chain)):  # one of them may be computed again too; see `compared`
+    if len(sources) > 1 and any(map(jumps, chain)):  # a source may be computed again too; see `compared`
         return None
     names = frozenset(n.name for n in chain)
     needs = frozenset(slot for key in sources if (slot := slots[key]) is not None)

@@ -1,12 +1,12 @@
-"""What the backward computes again for uses that are far apart is computed again for each of them.
+"""Has the backward compute a tensor again for each of its uses, if these are far apart.
 
     gelu = f(up)        of layer 1, for the input of layer 3     gelu = f(up)
     ...                 layer 3 and layer 2                      ...
                         `gelu` would be in memory                gelu_twin = f(up)
     mm(gelu)            of layer 1                               mm(gelu_twin)
 
-PyTorch's min-cut computes every node once in the backward. A price counts what it needs as gone when the chain ends
-(`recompute.price`), since the first partition computes it near its use.
+PyTorch's min-cut computes every node once in the backward, so the tensor would be in memory from its first use to its
+last. But a price counts the tensors of a chain as gone when the chain ends (`recompute.price`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of, tensor_of
 
 
 def spread(partition: Partition) -> None:
-    """Compute again, nearer to them, what later readers take from memory over more than `CALLS_BETWEEN` library calls.
+    """Compute a tensor once more near a reader that is more than `CALLS_BETWEEN` library calls behind the one before.
 
-    Only what Inductor computes inside its readers, from tensors that are in memory there anyway or are small beside it.
+    Only tensors that the backward computes again, inside their readers. Their sources must be in memory there anyway,
+    or be small beside them.
     """
     sweep = _Sweep(partition.backward.graph)
     for node in list(partition.backward.graph.nodes):
@@ -36,7 +37,7 @@ def spread(partition: Partition) -> None:
 
 @dataclass
 class _Twins:
-    """What would be made: the nodes to copy, sources first; `longer`: bytes that are in memory for longer by it."""
+    """Copies to make. `nodes`: the nodes to copy, sources first. `longer`: bytes that would be in memory for longer."""
 
     nodes: dict[fx.Node, None] = field(default_factory=dict)
     longer: float = 0.0
@@ -56,7 +57,7 @@ class _Sweep:
         self.changed = {key for node in nodes for n in written(node) if (key := storage_of(n)) is not None}
         self.now: dict[fx.Node, fx.Node] = {}
         self.twinned: set[int | None] = set()
-        self.used: dict[int, int] = {}  # by storage: where it, or what stands for it, was read last
+        self.used: dict[int, int] = {}  # by storage: where it, or its copy, was read last
 
     def visit(self, user: fx.Node) -> None:
         if user.op != "call_function" or _is_view(user):
@@ -69,7 +70,7 @@ class _Sweep:
                 user.replace_input_with(source, self.now[source])
 
     def _bring_near(self, source: fx.Node, user: fx.Node) -> None:
-        is_of_twin = source not in self.now and storage_of(source) in self.twinned  # another view of what has one
+        is_of_twin = source not in self.now and storage_of(source) in self.twinned  # another view of a twinned one
         if nbytes_of(source) == 0 or not (is_of_twin or self._is_far(source, user)):
             return
         twins = _Twins()
@@ -82,7 +83,7 @@ class _Sweep:
         return used is not None and self.calls[self.at[user] - 1] - self.calls[used] > CALLS_BETWEEN
 
     def _find(self, source: fx.Node, user: fx.Node, twins: _Twins) -> bool:
-        """Add what must be copied for `user` to read a copy of `source`; False if that cannot be."""
+        """Add the nodes that must be copied so that `user` reads a copy of `source`; False if that cannot be."""
         if source in twins.nodes:
             return True
         if not _may_be_copied(source) or not self.changed.isdisjoint(map(storage_of, source.all_input_nodes)):

@@ -27,7 +27,7 @@ Value = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
 def rejoin_views(graph: fx.Graph) -> None:
-    """Give views in `graph` the storage of what they view, where they have another one and nothing else changes.
+    """Give views in `graph` the storage of the tensor that they view, if they have another and nothing else changes.
 
     Views with symbolic sizes stay as they are, because an operator that runs again might add guards. `alias` keeps in
     memory the views whose metadata stay wrong.
@@ -58,14 +58,14 @@ def merge_equal(graph: fx.Graph) -> fx.Graph:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """What `node` is a view of, by its schema; for an item of a tuple of views, that tuple."""
+    """The node that `node` is a view of, by its schema; for an item of a tuple of views, the node of the tuple."""
     if not node.args or not isinstance(source := node.args[0], fx.Node):
         return None
     return source if is_view(source if node.target is operator.getitem else node) else None
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether what `node` yields, one tensor or several, is a view of its first argument, by its schema."""
+    """Whether all tensors that `node` yields are views of its first argument, by its schema."""
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return False  # other libraries' functions for metadata may have effects: they do not run a second time
     return node.target.is_view
@@ -95,7 +95,7 @@ def _may_run_again(involved: Sequence[torch.Tensor]) -> bool:
 
 
 def run_again(node: fx.Node) -> Value | None:
-    """What the operator yields now; None where the strides allow no view, and Inductor makes a copy."""
+    """The result that the operator has now; None where the strides allow no view, and Inductor makes a copy."""
     args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
     try:
         with torch.no_grad(), tensors_of(node)[0].fake_mode:  # type: ignore[attr-defined]

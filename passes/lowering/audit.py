@@ -4,14 +4,14 @@ The verifier checks the FX graphs, but then Inductor fuses, reorders, writes in 
 our kernels adds a line to the generated code that emits nothing. When the code is written out, schedule and memory plan
 are final, and the line checks both. Under `cpp_wrapper` calls are plain text, and it checks the schedule alone.
 
-    buf8 = ...                          what is stored is no part of an input or output; until its release:
+    buf8 = ...                          buf8 is no part of an input or output; between its store and its release:
     buf10 = store(buf8)                   no code writes into buf8, frees it, or puts another buffer into its memory
     buf11 = mm(buf8)                    after a release that hands buf8 over:
     wait_store_(buf10, buf8, 5, True)     `del` is the next line; no code reads buf8 or puts a buffer into its memory
     del buf8
     buf3 = load(...)                    between a load and its wait:
     wait_load_(buf3)                      no code reads, writes, frees or reuses buf3
-    buf4 = buf3  # reuse                after that: no code uses buf3 again, or another buffer that is a view of it
+    buf4 = buf3  # reuse                after a reuse: no code uses buf3 or a view of it
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ssd_fx.passes.lowering.order import argument, called
 from ssd_fx.passes.verify.errors import VerifyError, around, require
 
 ops = torch.ops.ssd_fx
-# Not the operator of a call: an input may be called `mm`. Nor the keyword of an argument.
+# A name that may be a buffer's. The operator of a call is none (an input may be called `mm`), nor is a keyword.
 _NAME = re.compile(r"(?<![\w.:])[A-Za-z_]\w*\b(?![(=])")
 _require = partial(require, culprit="inductor")  # the verifier passed the graphs, so Inductor broke the rule
 
@@ -120,7 +120,7 @@ class _InFlight:
             return
         seq = argument(node, "seq")
         # Compiled autograd puts the backwards of several plans into one graph, one after the other. It drops the nodes
-        # whose tensor nobody reads. So a plan may have gaps, and a lower number begins the next plan.
+        # whose tensor is not read. So a plan may have gaps, and a lower number begins the next plan.
         begins = kind == "load" and not self.loads
         behind = f"{kind} {seq} runs behind {self.last_seq}, not in the planned order"
         _require(seq > self.last_seq or begins, behind, culprit="order")
@@ -156,7 +156,7 @@ class _InFlight:
         self._require_free(name, f"{where} writes")
 
     def reused(self, old: str, new: str) -> None:
-        """Check that the memory of `old` is free, which becomes that of `new`."""
+        """Check that the memory of `old`, which becomes that of `new`, is free."""
         self._require_free(old, f"{new!r} reuses the memory of")
         self._require_kept(old, f"{new!r} reuses the memory of {old!r} and")
         self.alias[new] = old
@@ -174,7 +174,7 @@ class _InFlight:
                 _require(False, f"{what} {busy!r}, which {state}")
 
     def _require_kept(self, name: str, where: str) -> None:
-        """Check that nothing was written over a buffer, or over what it is a view of."""
+        """Check that nothing was written over a buffer, or over the buffer that it is a view of."""
         below = itertools.chain([""], self._chain(name))
         for user, buffer in zip(below, self._chain(name), strict=False):
             by = self.overwritten.get(buffer, user)

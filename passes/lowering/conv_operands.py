@@ -1,7 +1,7 @@
-"""Has Inductor save the weights and images that convolutions read of inputs, and no copies of them in another order
+"""Has Inductor save inputs that convolutions read (weights, images) as they are, and no copies in another order
 (`joint/conv_operands.py`).
 
-Inductor keeps the strides of what the caller sees, so it is told that the caller sees these.
+Inductor keeps the strides of outputs that the caller sees, so we tell it that the caller sees these inputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Our nodes between the C++ functions of Inductor's code for the CPU, instead of within them.
+"""Moves our nodes out of the C++ functions of Inductor's code for the CPU, to places between these functions.
 
     planned   mm -> loops_1 -> wait_load_ -> loops_2 -> store -> loops_3 -> mm    three functions
     here      mm -> wait_load_ -> loops_1 -> loops_2 -> loops_3 -> store -> mm    one
@@ -10,8 +10,8 @@ compiles each piece, and that is most of the first step.
 So a node of ours moves to the beginning or to the end of the loops around it. Dependencies stay, and so does the order
 among our nodes. Nothing moves past a library call. Loops stay as planned in two cases:
 
-- Moving would raise the peak of the graph, by Inductor's estimate. A function has all of its results before anything is
-  freed that it reads. Sizes that only the run knows count as nothing.
+- Moving would raise the peak of the graph, by Inductor's estimate. A function has all of its results in memory before
+  any tensor that it reads is freed. Sizes that only the run knows count as 0.
 - A node among them waits for memory (`block`, `strict`): the plan has it there for its limit.
 
 What it costs: a store, a release or a load comes later by the time of some loops, or a wait comes earlier by as much. A
@@ -69,7 +69,7 @@ def _is_loops(kernel: Kernel) -> bool:
 
 
 class _Loops:
-    """What would be one C++ function without ours. A kernel's place is how many are before it that are not ours."""
+    """Kernels that would be one C++ function without ours. A kernel's place is the number of loops before it."""
 
     def __init__(self, kernels: list[Kernel], ours: AbstractSet[Kernel], needs: nx.DiGraph[Kernel]) -> None:
         self.kernels, self.needs = kernels, needs
@@ -83,7 +83,7 @@ class _Loops:
         self.begin, self.end = self.code[0], self.code[-1] + 1
 
     def with_ours_outside(self) -> list[Kernel]:
-        """The kernels with as few cuts as can be; as planned if that has no fewer."""
+        """The kernels in an order with as few cuts as can be; in the planned order if that has no more."""
         places = self._places()
         if self._cuts(places.values()) >= self._cuts(self.planned.values()):
             return self.kernels
@@ -99,9 +99,9 @@ class _Loops:
     def _places(self) -> dict[Kernel, int]:
         """Where each of our nodes goes, from the first to the last one.
 
-        What is planned at the beginning stays there. Another node goes to the end if nothing needs it earlier. Else it
-        goes to the place of the node before it, at first the beginning, if what it needs is made by then. Else it goes
-        as late as it may, so that the next ones can share its cut.
+        A node that is planned at the beginning stays there. Another goes to the end if no loop needs it earlier. Else
+        it goes to the place of our node before it (at first, to the beginning) if the loops that it needs have run by
+        then. Else it goes as late as it may, so that the next ones can share its cut.
         """
         places, place = dict[Kernel, int](), 0
         for (kernel, planned), first, last in zip(self.planned.items(), self._first(), self._last(), strict=True):
@@ -120,16 +120,16 @@ class _Loops:
         return list(itertools.accumulate((max(each, default=0) for each in needed), max))
 
     def _last(self) -> list[int]:
-        """The last place."""
+        """The last place where each of our nodes may be."""
         needing = ([self.loops[s] for s in self.needs.successors(k) if s in self.loops] for k in reversed(self.planned))
         return list(itertools.accumulate((min(each, default=len(self.loops)) for each in needing), min))[::-1]
 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """`made_by`: None for an input. `users`: the last of them frees so many bytes, 0 of an output.
+    """A buffer, by Inductor's estimate. `freed`: the bytes that the last of its `users` frees, 0 for an output.
 
-    `overwritten`: whether loops that read it last may write a result of theirs in its place.
+    `made_by`: None for an input. `overwritten`: whether loops that read it last may write a result in its place.
     """
 
     allocated: int
@@ -140,10 +140,10 @@ class _Buffer:
 
 
 def _buffers(order: list[Kernel], ours: AbstractSet[Kernel]) -> list[_Buffer]:
-    """What Inductor allocates and frees by its own estimate.
+    """The buffers that Inductor allocates and frees, by its own estimate.
 
-    It takes a handle for as large as its tensor. So what only `ours` use is left out. A load is two kernels, the call
-    and the item of its result. Inductor counts the first one as allocated and the second one as freed.
+    It takes a handle to be as large as its tensor, so buffers that only `ours` use are left out. A load is two kernels,
+    the call and the item of its result. Inductor counts the bytes as allocated for the first and freed for the second.
     """
     scheduler = order[0].scheduler
     outputs = OrderedSet(V.graph.get_output_names())

@@ -1,4 +1,4 @@
-"""Inductor's kernels in place, for what a load returned.
+"""Lets Inductor's kernels write in place over loaded tensors.
 
     buf2 = load(...)
     wait_load_(buf2)            it writes into buf2, so Inductor calls that buf3 from here on
@@ -6,8 +6,8 @@
 
     kernel(buf2, dy)            so its readers read buf2 again, and each has an order to run behind the wait
 
-What a load returns belongs to the graph: a donated tensor that nobody else has, a copy, or memory that was read into
-(`runtime/reader.py`). Without this every loaded tensor lives until its last reader has made another one of its size.
+A loaded tensor belongs to the graph alone: it was donated, or it is a copy, or memory that was read into
+(`runtime/reader.py`). Without this it would live until its last reader has made another tensor of its size.
 
 Inductor decides when it writes the code (`decide_inplace_update`, torch 2.13): a kernel may write over a buffer if all
 other users of the buffer have run, and the wait is one of them. So nothing is overwritten before its bytes are there.
@@ -24,7 +24,7 @@ from ssd_fx.compat.inductor import BaseSchedulerNode, Dep, OrderedSet, WeakDep
 
 
 def may_overwrite_loaded(nodes: Sequence[BaseSchedulerNode], waits: Iterable[BaseSchedulerNode]) -> None:
-    """Let the readers of loaded tensors write over them; behind fusion, and before the order is chosen.
+    """Let the readers of loaded tensors write over them. Runs after fusion, and before the order is chosen.
 
     A tensor stays as Inductor has it if something else writes into it too, or if another buffer is a view of it.
     """
@@ -46,7 +46,7 @@ def _only_the_wait_writes(scheduler: Any, loaded: str, written: str) -> bool:
 
 
 def _read_the_buffer_itself(nodes: Sequence[BaseSchedulerNode], scheduler: Any, loaded: str, written: str) -> None:
-    """Have what reads `written` read `loaded`, which is the same memory, and run behind the wait."""
+    """Have the readers of `written` read `loaded`, which is the same memory, and run behind the wait."""
     behind_the_wait = WeakDep(written, mutating_buf=loaded, is_fake=True)
 
     def renamed(dependencies: Iterable[Dep]) -> OrderedSet[Dep]:
@@ -60,7 +60,7 @@ def _read_the_buffer_itself(nodes: Sequence[BaseSchedulerNode], scheduler: Any, 
                 if hasattr(part, "mutation_renames"):  # a fused kernel has none
                     part.mutation_renames = {old: new for old, new in part.mutation_renames.items() if new != written}
                 part.set_read_writes(replace(part.read_writes, reads=renamed(part.read_writes.reads)))
-                part.unmet_dependencies = unmet  # of a fused kernel it would be what the parts make for each other too
+                part.unmet_dependencies = unmet  # without what the parts of a fused kernel make for each other
     made = scheduler.name_to_buf[loaded]
     made.set_users([*made.users, *scheduler.name_to_buf[written].users])
 

@@ -93,7 +93,7 @@ def _lower_store(x: Any, *args: Any) -> Any:
 
 
 def _is_in_memory_of_another(x: Any, node: torch.fx.Node) -> bool:
-    """Whether a realized tensor, the result of `node`, is a part of an input or an output, or of what may be one.
+    """Whether a realized tensor, the result of `node`, is a part of an input or output, or of a buffer that may be one.
 
     Hazard: the generated code makes a new tensor of that memory, with a version counter of its own. Nobody notices when
     the caller writes into the whole. The partition's storages do not show it. A `cat` has its inputs computed into its
@@ -108,7 +108,7 @@ def _is_in_memory_of_another(x: Any, node: torch.fx.Node) -> bool:
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node:
-    """What a chain of views begins with, by the operators. Passes leave `meta` behind that does not show it."""
+    """The node that a chain of views begins with, by the operators. Passes leave `meta` behind that is wrong here."""
     while isinstance(node.target, OpOverload) and node.target.is_view:
         node = node.all_input_nodes[0]
     return node
@@ -168,12 +168,12 @@ def _is_saved_and_read(node: torch.fx.Node | None) -> bool:
     """Whether an operator's result is saved for the backward, and read in the forward too.
 
     Inductor rounds such a result to its dtype, bfloat16 or float16, before the forward goes on with it. It looks for
-    the node among the outputs of the graph, where ours has a handle. Without this a GPU's forward would compute with
-    other bits than the same graph without offloading. A node that a later pass of Inductor puts in the place of a
+    the node among the outputs of the graph, where our graph has a handle. Without this a GPU's forward would compute
+    with other bits than the same graph without offloading. A node that a later pass of Inductor puts in the place of a
     saved one is not known here.
 
-    What is computed again is rounded in both graphs. Hazard: what the forward made of it is saved, and was rounded. A
-    maximum would equal none of the elements that it is the maximum of.
+    A tensor that is computed again is rounded in both graphs. Hazard: a saved tensor may be made of it, such as its
+    maximum. If only one graph rounded, the maximum would equal no element of the tensor.
     """
     if node is not None and RECOMPUTED in node.meta:
         return True

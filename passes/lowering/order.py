@@ -7,8 +7,8 @@
 Inductor keeps data dependencies only. Then it reorders for the lowest estimated peak, which counts no reads or writes
 in flight. `PinOrder` runs after fusion, so no fusion is lost. It puts the kernels in the order of the FX graph, for
 which the plan was made, and chains each to the one before. These links extend no lifetime, and code generation ignores
-them. A kernel that computes several FX nodes runs at the last of them, or earlier if a kernel that needs it does,
-but not to before the place of its inputs. On the CPU our nodes move out of C++ functions (`cpp_functions.py`).
+them. A kernel that computes several FX nodes runs at the last of them. It runs earlier if a kernel that needs it does,
+but not before the place of its inputs. On the CPU our nodes move out of C++ functions (`cpp_functions.py`).
 
 `BeforeFusion` runs before fusion. It chains the operators that may communicate in the order of the graph, so that
 no fusion reverses it. Inductor does so for its own collectives only (`comms.decide_global_ordering_of_comms`). Ranks
@@ -51,7 +51,7 @@ from ssd_fx.passes.verify.errors import require
 
 @dataclass(frozen=True)
 class _Ordering(CustomSchedulerPass):  # type: ignore[misc]  # the base depends on torch's version
-    """`version`: of the package's source, for compile caches. `before`: the user's pass, which runs first."""
+    """`version`: a digest of the package's source, for compile caches. `before`: the user's pass, which runs first."""
 
     version: str
     before: Any = None
@@ -63,8 +63,8 @@ class _Ordering(CustomSchedulerPass):  # type: ignore[misc]  # the base depends 
     def order(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]: ...
 
     def uuid(self) -> str:
-        """The identity in caches. The user's pass may have none: then it is new each time, so that no old result is
-        returned."""
+        """The identity in caches. If the user's pass has none, the identity is new each time, so that no cache returns
+        an old result."""
         if self.before is None:
             return self.version
         known = self.before.uuid() if hasattr(self.before, "uuid") else None
@@ -87,7 +87,7 @@ class PinOrder(_Ordering):
 
 
 class BeforeFusion(_Ordering):
-    """Chains what may communicate in the order of the graph, and keeps loops apart that are far from each other."""
+    """Chains the kernels that may communicate in the order of the graph, and keeps loops apart that are far apart."""
 
     def order(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         if nodes:
@@ -103,12 +103,13 @@ class BeforeFusion(_Ordering):
 
 
 def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
-    """Keeps loops from being fused if they are far apart (`are_apart`), and running sums from what reads them.
+    """Keeps loops from being fused if they are far apart (`are_apart`), and running sums from their readers.
 
-    Of two that do not read each other the later one would run at the earlier place. What it writes, and all that it
-    needs, would be alive from there on. Inductor itself refuses pairs that are 64 kernels apart. A running sum would
-    wait for the next term, and with it all terms before. A loop that copies a tensor into a part of a `cat` would begin
-    the whole of that. Our nodes are no calls: the plan fuses without them.
+    If two loops that do not read each other were fused, the later one would run at the place of the earlier. Its
+    results, and all tensors that it needs, would be alive from there on. Inductor itself refuses pairs that are 64
+    kernels apart. A running sum would wait for the next term, and so would all terms before. A loop that copies a
+    tensor into a part of a `cat` would allocate the whole `cat` early. Our nodes do not count as calls, because the
+    plan predicts fusion without them.
     """
     calls = sorted(n.min_order for n in nodes if isinstance(n, ExternKernelSchedulerNode) and not is_ours(n))
     again, running = (
@@ -187,9 +188,9 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
 
     On the CPU our nodes then move out of C++ functions.
 
-    Every kernel runs at the last FX node that it computes, or earlier if a kernel that needs it runs earlier. But it is
-    not moved to before its inputs are there: fusion may join a node at the begin of the backward to one at the end, and
-    then everything that the second one needs would run first, and be alive all the time.
+    Every kernel runs at the last FX node that it computes, or earlier if a kernel that needs it runs earlier. But it
+    does not move to a place before its inputs. Fusion may join a node at the start of the backward to one at the end.
+    Then all that the second one needs would run first, and be alive all the time.
 
     Raises:
         VerifyError: no order has our nodes as planned.
@@ -236,11 +237,11 @@ def _refuse_circle(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode]) -> No
 
 
 def _targets(graph: nx.DiGraph[int], position: list[int], begins: list[int], added: set[int]) -> list[float]:
-    """The positions at which the kernels should run: their own, or earlier ones, of kernels that need them.
+    """The positions at which the kernels should run: their own, or the earlier one of a kernel that needs them.
 
-    None is before the inputs are there; those may be there where the first node of their kernel is, at `begins`. One
-    that another needs runs ahead of the nodes right before that which we have `added`, as it does in the plan: what a
-    load there returns would be memory during both.
+    No kernel gets a position before its inputs, which may be there from the first node of their kernel on, at `begins`.
+    Nodes that we have `added` may stand right before a kernel. Another kernel that it needs runs ahead of these, as it
+    does in the plan: a tensor that is loaded there would be in memory during both kernels.
     """
     order = list(nx.topological_sort(graph))
     ready = [0] * len(order)
@@ -257,7 +258,7 @@ def _targets(graph: nx.DiGraph[int], position: list[int], begins: list[int], add
 
 
 def _is_added(node: torch.fx.Node) -> bool:
-    """Whether the plan has added a node: one of our operators, or what rebuilds a saved tensor of a loaded one."""
+    """Whether the plan has added a node: it is one of our operators, or rebuilds a saved tensor from a loaded one."""
     rebuilds = node.target is torch.ops.aten.as_strided.default
     return calls_ours(node) or (rebuilds and calls_ours(node.all_input_nodes[0]))
 
@@ -312,7 +313,7 @@ def _kept_by_moves(order: list[BaseSchedulerNode]) -> Iterator[tuple[BaseSchedul
 
 
 def _waits_for_memory(node: BaseSchedulerNode) -> bool:
-    """Whether the plan has a kernel where it is for the limit of memory: it waits until a write or a load has ended."""
+    """Whether the limit of memory holds a kernel at its place: a release that blocks, or a load that is strict."""
     kind = called(node.node)
     return (kind == "wait_store_" and argument(node.node, "block")) or (
         kind == "load" and argument(node.node, "strict")
@@ -378,10 +379,10 @@ def _may_be_replaced(node: BaseSchedulerNode) -> bool:
 
 
 def _is_held_by_data(before: BaseSchedulerNode, after: BaseSchedulerNode) -> bool:
-    """Whether a loop reads what the kernel before it has made, which holds their order without a link.
+    """Whether a loop reads the result of the kernel before it. That holds their order without a link.
 
-    With one it would depend on that buffer twice. Then Inductor takes it to read the buffer in two ways, and writes
-    nothing over it (`single_index_in_fused_node`, torch 2.13). Fused loops have their links beside their reads.
+    With a link the loop would depend on that buffer twice. Then Inductor takes it to read the buffer in two ways, and
+    writes nothing over it (`single_index_in_fused_node`, torch 2.13). Fused loops have their links beside their reads.
     """
     if is_ours(before) or isinstance(after, FusedSchedulerNode):
         return False

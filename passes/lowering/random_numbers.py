@@ -5,8 +5,8 @@
 
 From torch 2.13 on, Inductor's kernels for CUDA draw four numbers at once if they have one dimension, and else one by
 one. From one seed these are different numbers (https://github.com/pytorch/pytorch/issues/198333), and the backward's
-kernel may have another shape than the forward's. So where a seed goes from the one to the other, all kernels of both
-draw one by one. The graph alone says so, because a compile cache may have either of the two.
+kernel may have another shape than the forward's. So if a seed goes from the forward to the backward, all kernels of
+both graphs draw one by one. Each graph shows that by itself, because a compile cache may have only one of the two.
 """
 
 from __future__ import annotations

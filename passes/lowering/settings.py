@@ -28,10 +28,10 @@ def settings(gm: fx.GraphModule, inputs: Sequence[object], mode: str | None) -> 
         "combo_kernels": False,  # they are made after our pass, and do not respect the planned order
     }
     if _calls_graphs(gm):
-        # Inductor 2.13 takes the numbers of the backward's donated inputs for those of a called graph's inputs too. So
-        # a branch of `torch.cond` writes over an operand that is read again. All our handles are donated, and thus
-        # numbers that no saved tensor of plain Inductor has. And a nested region may return one tensor twice, or an
-        # argument. Inductor does not know that these share memory, and writes over one while the other is wanted.
+        # Inductor 2.13 takes the indices of the backward's donated inputs for indices of a called graph's inputs too.
+        # So a branch of `torch.cond` writes over an operand that is read again. All our handles are donated, at indices
+        # that plain Inductor does not donate. And a nested region may return one tensor twice, or an argument. Inductor
+        # does not know that these share memory, and writes over one of them while the other is still read.
         found["inplace_buffers"] = False
     annotation = gm.meta.pop("cudagraph_annotation", None)  # set by torch.compiler's override_cudagraphs
     if found.get("triton.cudagraphs", config.triton.cudagraphs) or getattr(annotation, "fwd", False):

@@ -1,12 +1,12 @@
-"""Has Inductor add each term of a long sum when it is there (`cost/sums.py`).
+"""Has Inductor add each term of a long sum as soon as the term is there (`cost/sums.py`).
 
     before     dw = add(add(add(mm_1, mm_2), mm_3), ...)
     after      dw = add(written(add(written(add(mm_1, mm_2)), mm_3)), ...)
     code       addmm(addmm(addmm(...)))
 
-Our operator `written` writes its argument to memory and returns that. It is no loop and no view, so Inductor makes the
-addition in it an `addmm`, on a GPU too. What stays a loop is not fused with the next addition (`order.py`). Inductor's
-graphs alone have the operator, and their code does not call it.
+Our operator `written` writes its argument to memory and returns it. It is no loop and no view, so Inductor merges the
+addition that it reads into an `addmm`, on a GPU too. An addition that stays a loop is not fused with the next one
+(`order.py`). Inductor's graphs alone have the operator, and the generated code does not call it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _library.impl("written", torch.clone, "CompositeExplicitAutograd")  # for Induct
 
 
 def write_running_sums(graph: fx.Graph) -> None:
-    """Put the operator behind every addition of a long sum. In lite mode Inductor fuses nothing, and would call it."""
+    """Put `written` behind every addition of a long sum. In lite mode Inductor fuses nothing, and would call it."""
     if is_lite():
         return
     for node in running_sums(list(graph.nodes)):

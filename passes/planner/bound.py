@@ -5,7 +5,7 @@
     the bound       compute, and the cheapest items per byte until enough is gone, the last one in part
 
 It leaves out lanes, waits and which items are alive at the peak, so it is a bound and no prediction. `bound_with` is
-for one set of what is recomputed, and counts the lanes. That one is near what the best plan of such a set takes.
+for one set of recomputed items, and counts the lanes. It is near the time of the best plan with that set.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Seconds = npt.NDArray[np.float64]
 
 
 def least_bytes(step: Step, limit: float, share_bytes: float) -> float:
-    """The bytes that must be offloaded or recomputed, so that memory stays below `limit` and no more than `share_bytes`
-    are kept of what may be."""
+    """The bytes that must be offloaded or recomputed, so that memory stays below `limit`, and that no more than
+    `share_bytes` are kept of the items that have a choice."""
     free = sum(item.nbytes for item in step.items if len(item.choices) > 1)
     return max(step.everything - limit, free - share_bytes, 0)
 
 
 def lower_bound(step: Step, machine: Machine, limit: float, share_bytes: float) -> float:
-    """Seconds; no choices and no placement of them take less."""
+    """A lower bound in seconds for all choices and all placements of them."""
     own = [min(pair) for pair in zip(*(step.once(own_s, machine)[tier] for tier in _tiers(step)), strict=True)]
     costs = [(item, _least(item, *pair)) for item, *pair in zip(step.items, own, step.own_again_s, strict=True)]
     forced = [(item, cost) for item, cost in costs if Choice.KEEP not in item.choices]
@@ -56,11 +56,12 @@ def _least(item: Item, own_s: float, again_s: float) -> float:
 
 
 def bound_with(step: Step, machine: Machine, limit: float, choices: Sequence[Choice], stays: float = math.inf) -> float:
-    """Seconds; no plan that recomputes the same items takes less, whatever it offloads of what `choices` keep.
+    """A lower bound in seconds for plans that recompute the same items, whatever they offload of those that `choices`
+    keep. It is infinite if the limit cannot be met.
 
-    The bytes above the limit at an operator are gone there. They were written before it began, and behind the operators
-    that make them. They are read when it has ended, in the backward, and before they are used. Infinite where not so
-    many bytes can go. When the backward begins, all but `stays` bytes are written.
+    At every operator the bytes above the limit are gone. They were written before it began, after the operators that
+    make them. In the backward they are read after it has ended, before they are used. When the backward begins, all but
+    `stays` bytes are written.
     """
     firsts, count = first_uses(step, choices), step.forward
     free, seconds = free_bytes(step, choices, limit, firsts), np.array(step.seconds)
@@ -73,7 +74,7 @@ def bound_with(step: Step, machine: Machine, limit: float, choices: Sequence[Cho
     if (free + absent).min(initial=0) < 0:
         return math.inf
     made = np.cumsum(np.bincount(step.arrays.produced[kept] + 1, nbytes, behind))[:-1]  # before an operator begins
-    later = nbytes.sum() - np.cumsum(back)[:-1]  # what may be gone until an operator has begun
+    later = nbytes.sum() - np.cumsum(back)[:-1]  # bytes that are used only behind an operator
     gone = np.maximum(0.0, -free)
     lanes = [machine.lanes(tier) for tier in _tiers(step)]
     write_s, read_s = (
@@ -81,7 +82,7 @@ def bound_with(step: Step, machine: Machine, limit: float, choices: Sequence[Cho
     )
     ends, left = np.cumsum(seconds), np.cumsum(seconds[::-1])[::-1]  # left: from its start to the end of the step
     starts = ends - seconds
-    turned = max(0.0, nbytes.sum() - stays)  # what is gone between forward and backward
+    turned = max(0.0, nbytes.sum() - stays)  # the bytes that are gone between forward and backward
     must, begun = gone.copy(), np.maximum.accumulate(ends - made * write_s)  # begun: its last write
     must[count] = max(must[count], turned)
     waits = must[1:] * write_s + begun[:-1] - starts[1:]
@@ -98,7 +99,7 @@ def bound_with(step: Step, machine: Machine, limit: float, choices: Sequence[Cho
 def _nodes_s(
     step: Step, machine: Machine, choices: Sequence[Choice], firsts: Sequence[int], peak: int, nbytes: float
 ) -> float:
-    """Seconds of the compute lane for the nodes of what goes: at least, if so many bytes are gone at an operator."""
+    """The least seconds of the compute lane for our nodes if `nbytes` bytes are gone at the operator `peak`."""
     order, own, sizes = step.once(_by_own_s, machine)
     may_go = [
         c is Choice.KEEP and last < peak < first for c, last, first in zip(choices, step.last_use, firsts, strict=True)
@@ -109,7 +110,7 @@ def _nodes_s(
 
 
 def _by_own_s(step: Step, machine: Machine) -> tuple[Places, Seconds, Seconds]:
-    """What may be offloaded, in the order of what it costs per byte; the seconds at both ends; the bytes."""
+    """The items that may be offloaded, cheapest per byte first; their seconds at both ends together; their bytes."""
     own = 2 * np.min([own_s(step, machine)[tier] for tier in _tiers(step)], axis=0)
     order = np.array(step.movable, dtype=np.intp)
     order = order[np.argsort(own[order] / np.maximum(step.arrays.nbytes[order], 1.0), kind="stable")]

@@ -1,11 +1,11 @@
-"""What a budget allows in bytes, and the plan for it.
+"""The limits that a budget sets, in bytes, and the plan for them.
 
     share     the peak may be the floor, and this share of the way from there to the peak with everything kept
     bytes     the peak may be so much above the floor
     0         the lowest peak that is worth having
     "auto"    the lowest peak whose step takes hardly longer than with everything kept
 
-The floor is the peak with all gone that can go, and infinitely fast transfers.
+The floor is the peak if everything that can leave memory is gone, with infinitely fast transfers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AUTO = "auto"
 SHARES = 20  # "auto" takes one of the shares 0, 1/20, 2/20, ... 20/20
 # No share allows less than this factor times the floor. At the floor itself nothing can be read early, so steps wait.
 HEADROOM = 1.05
-RUNGS = (1.0, 1.01, 1.02, 1.03, HEADROOM, 1.1, 1.2, 1.5, 2.0, math.inf)  # of the floor: limits tried for budget 0
+RUNGS = (1.0, 1.01, 1.02, 1.03, HEADROOM, 1.1, 1.2, 1.5, 2.0, math.inf)  # limits tried for budget 0, times the floor
 MORE_PEAK, LESS_TIME = 0.05, 0.1  # budget 0 takes a peak up to 5% higher where the step gets 10% shorter
 
 Solved = tuple[Replay, Limits]
@@ -45,10 +45,10 @@ def solve_for(
 ) -> Solved:
     """The best replay for a budget as the options give it, and the limits that follow from it.
 
-    `whole`: the graph is a whole training step, whose backward follows its forward. Then a budget is about the peak
-    alone, and what does not lower it stays. The saved tensors of other graphs, such as one of many blocks, pile up. So
-    there a share is also the share of the bytes that may stay of those that can leave: what is kept, and what is not
-    written yet when the forward ends. "auto" asks for no limit, and does not wait for writes there.
+    `whole`: the graph is a whole training step, whose backward follows its forward. Then a budget limits the peak
+    alone, and tensors that do not lower it stay. The saved tensors of other graphs, such as one of many blocks, pile
+    up. So there a share also limits how many of the bytes that can leave are in memory when the forward ends, kept or
+    not written yet. "auto" asks for no limit, so it does not wait for writes there.
 
     Raises:
         BudgetError: no choices meet the limits.
@@ -58,16 +58,16 @@ def solve_for(
         return solver.solved(budget, quick=quick)
     if budget not in (AUTO, 0):
         return solver.solved(limits(step, budget, whole=whole), quick=quick)
-    # the short search finds the limits, which takes several; they get one plan of the full search
+    # several short searches find the limits; then one full search makes the plan for them
     found = solver.auto(slowdown) if budget == AUTO else solver.lowest()
     full = found if quick else solver.solved(found[1], quick=False)
     return full if better(full[0], found[0]) else found
 
 
 def limits(step: Step, budget: int | float | str, *, whole: bool = False, waits: bool = True) -> Limits:
-    """The limits of a share of the range from floor to everything kept, or of bytes beyond the floor.
+    """The limits for a budget: a share of the range from the floor to everything kept, or bytes beyond the floor.
 
-    `waits`: unless the graph is a whole step, the forward ends when no more is in memory than may stay.
+    `waits`: unless the graph is a whole step, the forward waits at its end until no more bytes are in memory than may.
     """
     if isinstance(budget, float):
         more = budget * (step.everything - step.floor)
@@ -86,7 +86,7 @@ def is_worth(peak: float, seconds: float, higher_peak: float, other_seconds: flo
 
 @dataclass(frozen=True)
 class _Solver:
-    """Solves one step under several limits. Each is offered what the ones before have `found`."""
+    """Solves one step under several limits. Every search tries the choices of the replays `found` before it, too."""
 
     step: Step
     machine: Machine
@@ -144,7 +144,7 @@ class _Solver:
     def auto(self, slowdown: float) -> Solved:
         """The least share whose step takes at most `slowdown` longer than the one with everything kept.
 
-        All counts: waits, what is computed again, starting transfers, and a host that has more to do than the device.
+        All counts: waits, recomputing, starting transfers, and a host that has more to do than the device.
         The share is found by doubling and bisection, since less memory does not take less time. The lowest peak takes
         several searches, so it comes last.
         """

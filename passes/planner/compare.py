@@ -8,8 +8,8 @@ from ssd_fx.passes.axis import Choice
 from ssd_fx.passes.schedule import Replay
 
 TOLERANCE = 1e-4  # step times that differ by a smaller share are equal; then bytes written count
-# Of plans that take longer than the best by no larger share, the one that writes least is taken: among the plans of a
-# partition, and then among partitions. So half a percent is lost at most.
+# If several plans take longer than the best by no larger share, the one that writes least is taken: among the plans of
+# a partition, and then among partitions. So half a percent is lost at most.
 EQUAL = 2.5e-3
 
 
@@ -35,5 +35,5 @@ def stalls(found: Replay) -> bool:
 
 
 def loses_time(found: Replay) -> bool:
-    """Whether the step stalls, or computes again what another one may load in time."""
+    """Whether the step stalls, or recomputes items that another step may load in time."""
     return stalls(found) or Choice.RECOMPUTE in found.choices

@@ -1,10 +1,10 @@
-"""What it takes that a device's memory goes back in the order of its stream, as copies to host memory end.
+"""Where a device frees tensors that it has copied to host memory: at places in the order of its stream.
 
-    forward    [store] ~~ the copy ~~ [release]   in_order: the release stands where the copy is to have ended
-    backward   ~~ the copy ~~ [event]             gone_by: what is written there only goes at a node of others
-               [load] ~~                          begin_later: a copy that the load would find under way is no use
+    forward    [store] ~~ the copy ~~ [release]   in_order: the release stands where the copy is predicted to have ended
+    backward   ~~ the copy ~~ [event]             gone_by: a copy that ends in the backward has no release of its own
+               [load] ~~                          begin_later: a copy that has not ended when its load comes is no use
 
-The host runs far ahead of its device. It would find most copies under way, and hold their tensors.
+The host runs far ahead of its device. Without such places it would find most copies under way, and hold their tensors.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from ssd_fx.passes.schedule import Replay, Schedule, Trip
 
 
 def in_order(found: Replay) -> Schedule:
-    """The schedule, with the releases where the copies are to have ended in the forward.
+    """The schedule, with blocking releases where copies are predicted to have ended, if that is in the forward.
 
-    A device's memory goes back in the order of its stream, which waits there for a copy that is late. The host runs far
-    ahead: without such a release it would find most copies under way, and hold their tensors. This is for copies only,
-    which nobody but the stream waits for. The host would wait for a drive, and so for what finds no room in host memory
-    before one. Copies that end in the backward have no release there: see `gone_by`.
+    If a copy is late, the stream waits for it at its release, and not the host. So this is only for steps without
+    drives: the host would wait for a drive, also for a tensor that finds no room in the host memory before the drive.
+    For copies that end in the backward see `gone_by`.
     """
 
     def edit(i: int, trip: Trip) -> Trip:
@@ -37,11 +36,11 @@ def in_order(found: Replay) -> Schedule:
 
 
 def gone_by(found: Replay, schedule: Schedule, limit: float) -> dict[int, int]:
-    """Where the memory goes of what is written in the backward only, if others need it: by slot the event of the
-    backward, as its position in the schedule.
+    """For slots whose writes end in the backward: the event there at which their memory goes, if other tensors need it
+    before the load. The event is given by its position in the schedule.
 
-    That is as late as the limit of memory allows, and not before it is to be written. The stream waits there for a copy
-    that is late. Writes to a drive are not waited for there. `schedule`: on the axis of nodes.
+    It is as late as the limit of memory allows, and not before the write is predicted to end. If a copy is late, the
+    stream waits for it there. Writes to a drive are not waited for there. `schedule`: on the axis of nodes.
     """
     events, gone = schedule.backward, dict[int, int]()
     step, places, room = found.step, [event.at for event in events], room_under(found, limit)
@@ -60,11 +59,11 @@ def gone_by(found: Replay, schedule: Schedule, limit: float) -> dict[int, int]:
 
 
 def begin_later(plan: Plan, found: Replay, options: PlanOptions) -> set[int]:
-    """The slots of what would be copied to host memory in vain: its load comes before the copy has ended.
+    """The slots of groups that would be copied to host memory in vain: their loads come before the copies have ended.
 
-    Its memory is never free within the step. A copy in a stream cannot be cut short, as a write to a drive can. So it
-    begins only if another forward comes before the backward. A mark that binds is obeyed at once. Floats under a lossy
-    codec are encoded at once, lest their bits depend on other forwards.
+    Such a copy frees no memory within the step, and it cannot be cut short in its stream, as a write to a drive can. So
+    it begins only if another forward comes before the backward. Groups that a mark offloads are copied at once. So are
+    floats under a lossy codec, as their bits would depend on other forwards otherwise.
     """
     groups = {g.slot: g for g in plan.groups}
     later = set()

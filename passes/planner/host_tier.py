@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.schedule import Replay
 
-SWAPS = 4  # so many items are tried that could make room in host memory for another
+SWAPS = 4  # try so many items that could make room in host memory for another
 GONE = (Choice.OFFLOAD, Choice.DEFER)
 Hosted = frozenset[int]  # the items in host memory, where they are offloaded
 
@@ -20,13 +20,13 @@ Hosted = frozenset[int]  # the items in host memory, where they are offloaded
 def fillings(step: Step, choices: Sequence[Choice], waits: Mapping[int, float]) -> Iterable[Hosted]:
     """Ways to fill host memory: the largest items that fit; those that are waited for longest per byte.
 
-    `waits`: seconds that each item is waited for while all that is free is on the drive.
+    `waits`: seconds that each item is waited for if all items with a choice of tier are on the drive.
     """
     return dict.fromkeys((_largest(step, choices), _longest_waited_for(step, choices, waits)))
 
 
 def exchanges(now: Replay) -> Iterator[Hosted]:
-    """One item in the other tier, the longest waited for first; where host memory is full, for one that makes room."""
+    """Fillings with one item in the other tier, the longest waited for first. If need be, another makes room for it."""
     step, waits = now.step, now.waits
     hosted = frozenset(i for i, trip in now.schedule.items() if trip.tier == "host")
     free = [i for i in now.schedule if step.items[i].tier is None]
@@ -42,7 +42,7 @@ def exchanges(now: Replay) -> Iterator[Hosted]:
 
 
 def bound(step: Step, choices: Sequence[Choice]) -> Hosted:
-    """What must go to host memory as far as it fits, first come, first served."""
+    """The items that must go to host memory, as far as they fit: first come, first served."""
     must = [i for i, item in enumerate(step.items) if item.tier == "host" and choices[i] in GONE]
     return _filled(step, frozenset(), must)
 
@@ -67,7 +67,7 @@ def _free(step: Step, choices: Sequence[Choice]) -> list[int]:
 
 
 def _filled(step: Step, hosted: Hosted, order: Sequence[int]) -> Hosted:
-    """`hosted`, and what fits beside it in that order."""
+    """The items `hosted`, and those that fit beside them, taken in `order`."""
     chosen, room = set(hosted), step.host_budget - sum(step.moved[i] for i in hosted)
     for i in order:
         nbytes = step.moved[i]

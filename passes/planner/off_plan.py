@@ -1,4 +1,4 @@
-"""Writes that end later, and reads that begin earlier, than a plan has them: within the limit of memory all the same.
+"""Keeps memory within its limit even if writes end later, or reads begin earlier, than the plan predicts.
 
     forward    [store] .... [release] ~~~~~ the write ends late, and the tensor is there until then
     backward   ~~~~~ [load] .... [wait]     the runtime reads early what the graph waited for in the last steps
@@ -22,16 +22,16 @@ from ssd_fx.passes.planner.place import FloatArray
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.schedule import LOAD, Replay, Trip
 
-# A tensor that was waited for is read at one of so many loads before its own: the number is that of the runtime
-# (`FAR` in runtime/adapt/runs.py).
+# The runtime may read a tensor that was waited for at one of so many loads before its own (`FAR` in
+# runtime/adapt/runs.py).
 LOADS_AHEAD = 2
 
 
 def held_to_its_limit(found: Replay, limit: float, machine: Machine, *, late: bool) -> Replay:
     """The step, with releases that block and loads that are strict where memory could be above `limit` otherwise.
 
-    `late`: look at late writes too. Their tensors lie in the way of a backward that comes next, as that of a whole step
-    does. What is predicted to be written in the backward only may still be there longer.
+    `late`: look at late writes too. Their tensors take memory that a backward needs if it comes next, as that of a
+    whole step does. A write that is predicted to end in the backward may still end later.
     """
     room = room_under(found, limit)
     if late and (blocking := _blocking(found, room)):
@@ -58,8 +58,8 @@ def room_under(found: Replay, limit: float) -> FloatArray:
 def _blocking(found: Replay, room: FloatArray) -> Mapping[int, int]:
     """The items whose writes may not end later than predicted, and the operators behind which their releases block.
 
-    That is as late as memory allows, so that a write that is a little late is not waited for. What is written last is
-    the likeliest to be late, so it has the `room` first.
+    They are as late as memory allows, so that a write that is a little late is not waited for. The last writes are the
+    likeliest to be late, so they get the `room` first.
     """
     step, blocking = found.step, dict[int, int]()
     handed_over = [i for i, trip in found.schedule.items() if i in found.reads and not trip.blocks]

@@ -30,8 +30,8 @@ from ssd_fx.passes.schedule import LOAD, RELEASE, STORE, WAIT, Event, Replay, Sc
 # Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
 # is early costs some memory within the limit while one that is late costs a stall.
 LOAD_MARGIN = 2.0
-# Items that may be loaded before their use however large they are. Those of a wide layer are larger than `prefetch`,
-# and are wanted one soon after the other: one at a time, most would be waited for.
+# So many items may be loaded before their use, however large they are. Items of a wide layer are larger than `prefetch`
+# and are used one soon after the other: loaded one at a time, most would be waited for.
 TOGETHER = 3
 
 FloatArray = npt.NDArray[np.float64]
@@ -119,7 +119,7 @@ class Placer:
         return sorted(itertools.chain(*orders), key=self.written.__getitem__)
 
     def _lane_order(self, tier: Tier, offloaded: list[int]) -> list[int]:
-        """The order of the writes of one lane: of those that are there, the soonest free to go.
+        """The order of the writes of one lane: of the items that are there, the one whose last read comes first.
 
         A tensor that the forward reads for a long time yet can wait. Deferred items come last.
         """
@@ -145,8 +145,8 @@ class Placer:
         return order
 
     def _force_releases(self, order: list[int]) -> bool:
-        """Whether the limit can be met. Releases what it does not let stay, as late as it allows, in the order in which
-        the writes end."""
+        """Release the items that the limit does not let stay, as late as it allows, in the order in which the writes
+        end. False if the limit cannot be met."""
         items, forward = self.step.items, self.step.forward
         releasable: list[tuple[int, int]] = []  # first written first
         idle: dict[int, int] = {}  # bytes that the forward reads no more, by the operator that read them last
@@ -171,12 +171,12 @@ class Placer:
         return True
 
     def _release_when_written(self, order: list[int], begin: float) -> None:
-        """Release all others where their writes are predicted to be done, at the latest at the end of the forward.
+        """Release all other items where their writes are predicted to have ended, or else at the end of the forward.
 
-        `begin`: when the backward begins, by the times that are reckoned with.
+        `begin`: when the backward begins, by the times in `self.starts`.
 
-        An item that is still being written then, and that the backward has no room for, or that may not stay, blocks
-        there. So the backward begins later, when more is written of what comes behind it.
+        If an item is still being written at the end of the forward, its release blocks if the item may not stay, or if
+        the backward has no room for it. Then the backward begins later, and more of the items behind it are written.
         """
         items, forward = self.step.items, self.step.forward
         last, turn = forward - 1, self.ends[forward - 1]
@@ -198,7 +198,7 @@ class Placer:
                 span -= items[i].nbytes
 
     def _may_stay(self, order: list[int]) -> AbstractSet[int]:
-        """What may still be in memory when the backward begins: of all but what is deferred, what is written last."""
+        """The items that may still be in memory when the backward begins: the last ones written, as far as they fit."""
         if self.stays == float("inf"):
             return set(order)
         nbytes, found = self.step.nbytes, set[int]()
@@ -211,7 +211,7 @@ class Placer:
         return found
 
     def _load(self) -> None:
-        """Place each load as early as it is wanted, or as memory allows."""
+        """Place each load at its latest start, or later if memory or `prefetch` does not allow that."""
         items, free = self.step.items, self.free
         by_deadline = sorted(self.offloaded, key=lambda i: (self.firsts[i], i))
         wanted = self._latest_starts(by_deadline)
@@ -249,8 +249,8 @@ class Placer:
 
 
 def free_bytes(step: Step, choices: Sequence[Choice], limit: float, firsts: Sequence[int] | None = None) -> FloatArray:
-    """Bytes under the limit during every operator, with each item gone as soon and as long as it can be, if it is not
-    deferred.
+    """Bytes under the limit during every operator, if each item that is not kept is gone for as long as it can be.
+    Deferred items count as kept.
 
     `firsts`: as `first_uses` has them.
     """
@@ -269,9 +269,9 @@ def _changed(step: Step, gone: Sequence[int], firsts: Sequence[int]) -> FloatArr
 
 
 def least_head(step: Step, choices: Sequence[Choice], order: Sequence[int], limit: float) -> int:
-    """How many of `order`, which are offloaded beside `choices`, it takes to meet the limit if transfers take no time.
+    """How many items of `order` must be offloaded beside `choices` to meet the limit, if transfers take no time.
 
-    All of them if that is not enough.
+    If the limit cannot be met, that is all of them.
     """
     firsts = first_uses(step, choices)
     free = free_bytes(step, choices, limit, firsts)

@@ -1,13 +1,13 @@
-"""One training step as numbers: what a choice for every alias group costs in time and memory.
+"""One training step as numbers: the time and the memory that it takes with one choice for every alias group.
 
     compute   f0 f1 f2 ... | b0 b1 b2 ...        one lane; operators in the order of the graphs
     writes       [A][B]  [C]                     one lane per tier, first in first out
     reads                    [C] [B][A]          one lane per tier, first in first out
 
-Everything is counted in operators of one step, forward and backward behind each other. Memory is a matter of
-positions, not of times: what the plan releases at an operator is gone there, because a release that the budget needs
-waits for its write. Time is that of the operators, of such waits, and of the waits for loads. There are no tensors
-and no graphs here, so a thousand groups take milliseconds.
+Everything is counted in operators of one step, forward and backward behind each other. An offloaded item is gone from
+its release on if that blocks, which means that it waits for the write. Otherwise it also stays until its write is
+predicted to end. Time is that of the operators, of blocking releases, and of waits for loads. There are no tensors and
+no graphs here, so a thousand groups take milliseconds.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def replay(step: Step, choices: Sequence[Choice], schedule: Schedule, machine: M
 
 
 def host_s(step: Step, choices: Sequence[Choice], transfers: int, machine: Machine) -> float:
-    """Seconds of a host that a device runs behind."""
+    """The host's seconds for a step, if the device runs behind the host; else 0."""
     if not (machine.launch_s or machine.host_node_s):
         return 0.0
     recomputed = [i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE]
@@ -73,7 +73,7 @@ def host_s(step: Step, choices: Sequence[Choice], transfers: int, machine: Machi
 def _costs(
     step: Step, choices: Sequence[Choice], schedule: Schedule, machine: Machine, firsts: Sequence[int]
 ) -> list[float]:
-    """Seconds of every operator: its own, what is recomputed before it, and what our nodes there take."""
+    """Seconds of every operator: its own, those of recomputing before it, and those of our nodes there."""
     extra: dict[int, float] = {}
     for first, seconds in again(step, choices, firsts):
         extra[first] = extra.get(first, 0.0) + seconds
@@ -108,7 +108,7 @@ class _Lane:
     seconds: Sequence[float]
     latency: float
     free: float = 0.0  # the end of the last transfer, without its latency
-    idle_until: float = 0.0  # the begin of the last transfer that found the lane idle
+    idle_until: float = 0.0  # the start of the last transfer that found the lane idle
 
     def put(self, i: int, now: float) -> Interval:
         """Return when the transfer of item `i`, which is asked for now, begins and has ended."""
@@ -169,7 +169,7 @@ class _Play:
             self.reads[event.slot] = self.read_lanes[event.tier].put(event.slot, self.now)
 
     def wait(self, event: Event) -> None:
-        """What is forwarded is there since its load, which comes no later."""
+        """An item that is forwarded is there since its load, which comes no later."""
         if event.slot in self.forwarded:
             return
         stall = self.reads[event.slot][1] - self.now
@@ -180,9 +180,9 @@ class _Play:
 
 
 def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:
-    """The operator before which every item must be there in the backward: recomputing one needs others earlier."""
+    """By item, the operator of the backward before which it must be there. Recomputing one needs others earlier."""
     firsts = step.first_use.copy()
-    for i, needs in step.chains:  # what needs an item comes later
+    for i, needs in step.chains:  # the last produced first, so the items that need one come before it
         if choices[i] is Choice.RECOMPUTE:
             first = firsts[i]
             for needed in needs:
@@ -192,7 +192,7 @@ def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:
 
 
 def again(step: Step, choices: Sequence[Choice], firsts: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """What is recomputed before which operator, in seconds; negative where another item has paid for it before."""
+    """Operators, and the seconds of recomputing before each; negative where another item has paid a shared cost."""
     recomputed = [i for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE]
     for i in recomputed:
         yield firsts[i], step.items[i].recompute_s

@@ -4,8 +4,8 @@
     offload     of the others, in some order, as few as the budget asks
     keep        the rest
 
-The best plan is one of these or near one. A checkpoint per layer is one of these: all but what lies between layers is
-recomputed. A replay says what the placement of choices costs.
+The best plan is one of these or near one. A checkpoint per layer is one of these: all but the items between layers are
+recomputed. The cost of choices is that of the replay of their placement.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ssd_fx.passes.planner.segments import boundaries
 from ssd_fx.passes.planner.trials import Choices, Trials, size
 from ssd_fx.passes.schedule import Replay
 
-ENOUGH = 2e-3  # the share of a step that is not searched for: the bound on all plans is as near
-EXHAUSTIVE = 1024  # up to so many choices are all tried
-FEW = 2  # placements that are not better, before other items are looked for to recompute
-MANY = 8  # the same, when no others are left to look for
+ENOUGH = 2e-3  # a step that is longer than the bound on all plans by a smaller share is good enough
+EXHAUSTIVE = 1024  # if there are no more combinations of choices, all are tried
+FEW = 2  # after so many placements that are not better, look for other items to recompute
+MANY = 8  # the same, when there are no others to look for
 LOOK = 8  # the effort that it takes to look at a change before it is placed
-NEAR = 8  # so many of the dearest that are recomputed are exchanged for as many of the cheapest that are not
+NEAR = 8  # so many of the dearest recomputed items are exchanged for as many of the cheapest others
 STRIDES = (1, 2, 3, 4, 8)  # checkpoints at every boundary between layers, at every second one, and so on
 
-Way = tuple[int, bool]  # of offloading: the index of an order, and whether what need not leave memory is deferred
+Way = tuple[int, bool]  # a way of offloading: the index of an order, and whether items that may stay are deferred
 
 
 class Search(Trials):
-    """Which choices are tried."""
+    """Says which choices are tried."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,8 +61,8 @@ class Search(Trials):
         return math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE
 
     def families(self) -> None:
-        """Find what to recompute: in every order how much, then with other items in it. A bound says what is worth a
-        placement. Where that is found, try the other ways of offloading."""
+        """Find the items to recompute: first how many of each order, then with other items in exchange. A bound says
+        which sets are worth a placement. For the sets that were placed, try the other ways of offloading."""
         for again in (frozenset[int](), *self._layers):
             self._bound(again)
         self._place(self.ways[0], FEW)
@@ -84,7 +84,7 @@ class Search(Trials):
                 self._shortest(again, way)
 
     def _best_way(self) -> Way:
-        """The way of offloading that is best for what the best recomputes."""
+        """The way of offloading that is best with the items that the best plan recomputes."""
         if self.best is None:
             return self.ways[0]
         again = _recomputed(self.best.choices)
@@ -96,7 +96,7 @@ class Search(Trials):
         return min(self.ways, key=seconds)
 
     def _place(self, way: Way, most: int) -> None:
-        """Place what may gain, the least bounds first; `most`: so many that do not become the best."""
+        """Place the sets of recomputed items that may gain, the least bounds first, until `most` were no better."""
         for again in sorted(self.bounds, key=self.bounds.__getitem__):
             if self._is_spent(1 / 4) or most <= 0 or self.bounds[again] == math.inf:
                 return
@@ -106,8 +106,8 @@ class Search(Trials):
                 most -= self.best is before and before is not None
 
     def _exchange(self, way: Way) -> bool:
-        """From what the best recomputes, add, leave or exchange items while the bound gets less. Whether that is to be
-        placed."""
+        """Add, drop or exchange items of the set that the best plan recomputes, while its bound gets less. True if the
+        set that this ends with is worth a placement."""
         assert self.best is not None
         again = _recomputed(self.best.choices)
         unchanged = 0
@@ -128,12 +128,13 @@ class Search(Trials):
         return self.best is not None and (self.left <= left * self.effort or self.is_over())
 
     def _again(self) -> Iterator[list[int]]:
-        """Orders of what may be recomputed, cheapest per byte first.
+        """Orders of the items that may be recomputed. Most have the cheapest per byte first.
 
-        Among equal ones the last layers come first, whose transfers would have least time; or the first layers, which
-        are away longest. Then what lies between layers stays: to recompute it too would chain the layers. Then whole
-        layers, the first ones first. There may be no memory for the chains of what is dear beside those of what is
-        cheap, so there what is dear is let in first.
+        Among equal ones the first layers come first, which are away longest; in the second order the last layers, whose
+        transfers would have least time. The third leaves out the items between layers, because to recompute them too
+        would chain the layers. The fourth has whole layers, the first ones first. There may be no memory for the chains
+        of dear items beside those of cheap ones, so it lets in the dear ones first. The others leave out the items at
+        every second boundary between layers, at every third, and so on.
         """
         items, able = self.step.items, sorted(self.dearest)
         cheap = sorted(able, key=lambda i: (self._again_per_byte(i), items[i].produced))
@@ -151,14 +152,14 @@ class Search(Trials):
 
     @cached_property
     def _layers(self) -> list[frozenset[int]]:
-        """What checkpoints recompute: all but what lies between layers, between every second one, and so on."""
+        """The items that checkpoints recompute: all but those between layers, between every second one, and so on."""
         between = boundaries(self.step) if self.dearest else []
         return [frozenset(self.dearest).difference(*between[::stride]) for stride in STRIDES[: len(between)]]
 
     def _that_fit(self, order: list[int]) -> list[int]:
         """The items of an order that can be recomputed together with those before, within the limit.
 
-        An item may need so many others, and so early, that there is no memory for them: the sum of all layers before.
+        An item may need so many others so early that there is no memory for them, such as a sum over all layers.
         """
         fit: list[int] = []
         least = self.left - self.effort // 8
@@ -166,7 +167,7 @@ class Search(Trials):
         def add(more: list[int]) -> None:
             self.left -= len(self.step.items)
             if self.left < least:
-                return  # what is left is not looked at one by one
+                return  # the rest is not looked at one by one
             choices = self._with({*fit, *more}, self._movable({*fit, *more}, 0), len(self.step.items), False)
             if free_bytes(self.step, choices, self.limit).min(initial=0) >= 0:
                 fit.extend(more)
@@ -178,12 +179,12 @@ class Search(Trials):
         return fit
 
     def _movable(self, recomputed: AbstractSet[int], order: int) -> list[int]:
-        """What can be offloaded beside what is recomputed, in an order."""
+        """The items of an order that can be offloaded beside the recomputed ones. `order`: its index."""
         return [i for i in self.orders[order] if i not in recomputed]
 
     def _amount(self, cheap: list[int]) -> None:
-        """Bound what recomputes the first of `cheap`: as many as the closed form says, none, all, parts, and ever
-        nearer neighbours of the best."""
+        """Bound the plans that recompute the first items of `cheap`: as many as the closed form says, none, all,
+        quarters, and then ever nearer neighbours of the best number."""
 
         def bound(count: int) -> float:
             return self._bound(frozenset(cheap[:count])) if 0 <= count <= len(cheap) else math.inf
@@ -207,27 +208,27 @@ class Search(Trials):
         return int(np.argmin(again_s + 2 * lanes.drag_s_per_byte * left + write_s + read_s))
 
     def _bound(self, recomputed: frozenset[int]) -> float:
-        """Seconds; no plan that recomputes these items takes less."""
+        """A lower bound in seconds for all plans that recompute these items."""
         if recomputed not in self.bounds:
-            self.left -= size(self.step) // 4  # what it takes beside a replay
+            self.left -= size(self.step) // 4  # a bound takes a quarter of the time of a replay
             choices = self._with(recomputed, [], 0, False)
             self.bounds[recomputed] = bound_with(self.step, self.machine, self.limit, choices, self.stays)
         return self.bounds[recomputed]
 
     def _may_gain(self, recomputed: frozenset[int]) -> bool:
-        """Whether the step can be as fast as the best."""
+        """Whether a step that recomputes these items can be as fast as the best."""
         return self.best is None or self._bound(recomputed) <= (1 + EQUAL) * self.best.seconds
 
     def wait_for_writes(self) -> None:
-        """Look again with releases that wait for their writes, so that memory is as placed however late they are."""
+        """Search again with releases that wait for their writes, so that late writes do not change the memory."""
         super().wait_for_writes()
         self.shortest.clear()
         self.families()
 
     def is_over(self) -> bool:
-        """Whether the best is fast enough, or no plan can be much better: it offloads hardly more bytes than must go,
-        and takes hardly longer than the lower bound, or neither stalls nor recomputes where no transfer costs more than
-        recomputing."""
+        """Whether the best plan is fast enough, or no plan can be much better. Then it writes hardly more bytes to the
+        drives than must go. And it takes hardly longer than the lower bound, or it neither stalls nor recomputes, and
+        no transfer costs more than recomputing would."""
         if self.best is None:
             return False
         if self.best.seconds <= self.enough_s:
@@ -250,7 +251,7 @@ class Search(Trials):
         return self.shortest[key]
 
     def _shortest_head(self, recomputed: AbstractSet[int], by: int, defer: bool) -> Replay | None:
-        """Offload the shortest head of an order that meets the budget: more offloaded is less memory."""
+        """Offload the shortest head of an order that meets the budget. With more offloaded, less memory is needed."""
         order = self._movable(recomputed, by)
 
         def offloaded(count: int) -> Replay | None:
@@ -267,10 +268,10 @@ class Search(Trials):
         return found and self._not_in_vain(found, self._with(recomputed, order, low, defer))
 
     def _not_in_vain(self, found: Replay, choices: Choices) -> Replay:
-        """The better of a replay and the one that keeps what it recomputes though there is memory for it.
+        """The better of a replay and the one that keeps, instead of recomputing, the items for which there is memory.
 
-        What is dearest per byte is kept first. Of the logits nothing is gained: the loss reads them at the end of the
-        forward, and its gradient at the begin of the backward.
+        The dearest per byte are kept first. The logits are an example, as recomputing them gains nothing: the loss
+        reads them at the end of the forward, and its gradient at the beginning of the backward.
         """
         items = self.step.items
         free, firsts = self.limit - np.array(found.memory), first_uses(self.step, choices)
@@ -338,7 +339,7 @@ class Search(Trials):
                 self._exchange_in_chains()
 
     def _change(self, together: int) -> None:
-        """From the best, change so many items at once: over all of these again and again, until no change is better."""
+        """Change `together` items of the best plan at once, over all items again and again, until nothing is better."""
         assert self.best is not None
         now, choices = self.best, tuple(self.best.choices)
         changed = self._dearest_first(now)
@@ -354,9 +355,9 @@ class Search(Trials):
                 return
 
     def _exchange_in_chains(self) -> None:
-        """From the best, exchange the choices of an item and of one that it is made of, and change something else at
-        once: another such pair, or a single item. Two layers that keep their norms and not their inputs may fit
-        together where neither does alone."""
+        """In the best plan, exchange the choices of an item and of one that it is made of, and at once those of another
+        such pair, or change another single item. Two layers that keep their norms and not their inputs may fit together
+        where neither does alone."""
         assert self.best is not None
         items, choices = self.step.items, self.best.choices
         pairs = [(i, needed) for i, item in enumerate(items) for needed in item.needs]
@@ -374,8 +375,8 @@ class Search(Trials):
                 self._gaining(tuple((one | other).get(i, c) for i, c in enumerate(choices)))
 
     def _changed(self, choices: Choices, items: tuple[int, ...]) -> Iterator[Choices]:
-        """The choices with another one for each of these items. Of two, one at least takes the choice of the other, as
-        where one leaves memory in the other's place."""
+        """The choices with another one for each of these items. Of two items, at least one takes the choice of the
+        other, as where one leaves memory in the other's place."""
         own = [choices[i] for i in items]
         for others in itertools.product(*(self.allowed[i] for i in items)):
             exchanged = len(items) == 1 or others[0] is own[1] or others[1] is own[0]
@@ -389,7 +390,7 @@ class Search(Trials):
             yield tuple(changed)
 
     def _gaining(self, choices: Choices) -> Replay | None:
-        """The choices placed and replayed, where the step can be as fast as the best."""
+        """The choices placed and replayed; None if the step cannot be as fast as the best."""
         self.left -= 1
         return self.solution(choices) if self._may_gain(_recomputed(choices)) else None
 
@@ -404,7 +405,7 @@ class Search(Trials):
 
 
 def _orders(step: Step) -> list[list[int]]:
-    """What can be offloaded, in the orders in which it may be."""
+    """The orders in which items may be offloaded."""
     items = step.items
     idle = [items[i].produced - items[i].first_use for i in range(len(items))]  # less is longer
     keys: tuple[Callable[[int], tuple[float, ...]], ...] = (

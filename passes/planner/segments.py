@@ -25,7 +25,7 @@ def boundaries(step: Step) -> list[frozenset[int]]:
 
 
 def _reach(step: Step) -> list[int]:
-    """The last operator of the forward that needs every item: reads it, or makes what is recomputed from it."""
+    """For every item, the last operator of the forward that reads it, or that makes an item recomputed from it."""
     reach = [item.last_use for item in step.items]
     for item in step.items:
         for needed in item.needs:

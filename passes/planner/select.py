@@ -1,4 +1,4 @@
-"""Keep, recompute or offload, per alias group, under a budget of memory; and the schedule of what is offloaded.
+"""Decides to keep, recompute or offload each alias group under a budget of memory, and makes the schedule.
 
 forward    base [store]  ...last use... [release]
 backward   [load] ... [wait] first use
@@ -52,7 +52,7 @@ def select(
     host budget is for tensors that the runtime keeps resident. `quick`: see `solve`.
 
     Raises:
-        BudgetError: a budget in bytes, other than 0, is less than what always stays.
+        BudgetError: a budget in bytes, other than 0, is less than the bytes that always stay.
     """
     min_bytes = options.min_bytes
     host_budget = options.host_budget if host_tier else 0
@@ -93,9 +93,9 @@ def select(
 
 
 def with_nodes(partition: Partition, plan: Plan) -> Plan:
-    """The plan with the bytes alive as they are once our nodes stand in the graphs, where they cut C++ functions.
+    """The plan with the bytes that are alive once our nodes stand in the graphs, where they cut C++ functions.
 
-    These are never more than the search counts, which does not know yet where our nodes will stand.
+    These are never more than the search counted, which did not know yet where our nodes would stand.
     """
     found = replay_of(plan)
     choices = dict.fromkeys(plan.items, frozenset({Choice.KEEP}))
@@ -106,8 +106,8 @@ def with_nodes(partition: Partition, plan: Plan) -> Plan:
 
 
 def over(partition: Partition, plan: Plan, limit: float, options: PlanOptions) -> frozenset[str]:
-    """Names of what the backward computes again by our choice, and has in memory where that is over a limit in bytes
-    whatever leaves memory."""
+    """Names of the nodes that the backward computes again by our choice, and has in memory where that is over a limit
+    in bytes even if everything leaves that can."""
     allowed = {g.slot: _allowed(plan, g, options.min_bytes, keep_all=False) for g in plan.groups}
     step = model(partition, plan, allowed)
     gone = [Choice.KEEP if item.choices == {Choice.KEEP} else Choice.OFFLOAD for item in step.items]
@@ -143,7 +143,7 @@ def _stays(plan: Plan, group: AliasGroup, min_bytes: int) -> str:
 
 
 def _binds(plan: Plan, group: AliasGroup) -> bool:
-    """Whether a mark offloads the group. One to host memory does not bind a tensor of the CPU, which is there."""
+    """Whether a mark offloads the group. A mark for host memory binds no tensor of the CPU, which is there already."""
     mark = plan.marks.get(group.slot)
     if mark is None or mark.decision != "offload":
         return False
@@ -161,10 +161,11 @@ def _allowed(plan: Plan, group: AliasGroup, min_bytes: int, *, keep_all: bool) -
 
 
 def _moved(step: Step, plan: Plan, options: PlanOptions, host_budget: int) -> Step:
-    """With what is moved of the items, and where to.
+    """The step with the tiers that its items must go to, or with the bytes that compression leaves of them.
 
-    With a budget of host memory marks name tiers, and a tensor of the CPU can only go to the drive. The search chooses
-    the other tiers, and so the codec. Without one fewer bytes are written of a dtype that compression makes smaller.
+    If there is a budget of host memory, a tensor of the CPU goes to the drive, and marks name the tiers of others. The
+    search chooses the remaining tiers, and so the codecs. If there is none, fewer bytes are written of the dtypes that
+    compression makes smaller.
     """
     groups, shrinks, items = {g.slot: g for g in plan.groups}, dict(options.shrinks), []
     for slot, item in zip(step.slots, step.items, strict=True):
@@ -191,7 +192,7 @@ def _decision(plan: Plan, group: AliasGroup, chosen: Choice | None, min_bytes: i
 
 
 def _of_nodes(plan: Plan, step: Step, schedule: Schedule, later: Collection[int]) -> Schedule:
-    """From operators of the step to nodes of the graphs. `later`: the slots whose writes begin with another forward."""
+    """The schedule on the axis of nodes. `later`: the slots whose writes begin only with another forward."""
     assert plan.node_ms is not None
     last = len(plan.node_ms[0]) - 3  # the node before the output; the times have the end as well
     trips = []

@@ -1,8 +1,8 @@
 """Keep, recompute or offload, for every item together: the least predicted step time, then the fewest bytes written.
 
-What a choice costs depends on all others (the lanes are shared), so candidates are placed and simulated. The search
-starts from families that hold the optimum or nearly: some items recomputed, cheapest per byte first; of the others as
-many offloaded, in some order, as the budget asks. Then it tries other choices for single items.
+The cost of a choice depends on all others (the lanes are shared), so candidates are placed and simulated. The search
+starts from families that hold the optimum or a plan near it: some items are recomputed, cheapest per byte first, and as
+many of the others offloaded, in some order, as the budget asks. Then it tries other choices for single items.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class BudgetError(ValueError):
     """No choices meet a budget of `asked` bytes; `least` is the smallest that can be met, `why` ends the message."""
 
     def __init__(self, asked: float, least: int, why: str = "") -> None:
-        super().__init__(asked, least, why)  # what it can be made again from
+        super().__init__(asked, least, why)  # pickle makes it again from these
         self.asked, self.least, self.why = asked, least, why
 
     def __str__(self) -> str:
@@ -44,9 +44,8 @@ def solve(
     """The replay of the best choices found, with memory never above `limit` bytes, and at most `share_bytes` kept of
     the items that have a choice. When the backward begins, `stays` bytes of the items are in memory at the most.
 
-    `quick`: little more than the families is looked at, unless the step is small.
-    `starts`: choices that are tried too, as those of plans for other limits. `enough_s`: the search ends with a step
-    that takes no more seconds.
+    `quick`: the search looks at little more than the families, unless the step is small. `starts`: choices to try too,
+    such as those of plans for other limits. `enough_s`: the search ends with a step that takes no more seconds.
 
     Raises:
         BudgetError: no choices meet `limit`; the message says the least that can be met.
@@ -55,7 +54,7 @@ def solve(
         raise BudgetError(limit, step.floor)
     search = Search(step, machine, limit, share_bytes, prefetch, stays=stays, quick=quick, enough_s=enough_s)
     plain = None
-    if step.host_budget and all(item.tier != "host" for item in step.items):  # never slower than without
+    if step.host_budget and all(item.tier != "host" for item in step.items):  # try without it, so as never to be slower
         plain = solve(
             replace(step, host_budget=0),
             machine,
@@ -70,7 +69,7 @@ def solve(
     search.families()
     for choices in starts:
         search.solution(tuple(choices))
-    if search.best is None:  # what is handed over was held for longer than the placement reckoned with
+    if search.best is None:  # items without a blocking release were held for longer than the placement assumed
         search.wait_for_writes()
     if search.best is None:
         raise BudgetError(limit, step.floor)

@@ -1,8 +1,8 @@
 """A partitioned graph with its alias groups -> the `Step` that is replayed.
 
 Nodes are merged into operators as far as nothing happens between them: an operator ends behind a node that takes time,
-and where a group is produced or read last; it begins where one is read first. What a library call returns is there when
-the call ends, so the nodes that take the items of its result belong to its operator.
+and where a group is produced or read last; it begins where one is read first. All results of a library call are there
+when the call ends, so the nodes that take the items of its result belong to its operator.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ssd_fx.passes.schedule import EMPTY, Schedule
 def model(
     partition: Partition, plan: Plan, choices: Mapping[int, frozenset[Choice]], schedule: Schedule = EMPTY
 ) -> Step:
-    """The step of a partition. `choices`: what is allowed for every slot of `plan.items`; what may only be kept is no
-    item of the step. `schedule`: nodes of ours, which cut C++ functions; they change nothing but bytes alive."""
+    """The step of a partition. `choices`: those allowed for every slot of `plan.items`; a group that may only be kept
+    is no item of the step. `schedule`: our nodes, which cut C++ functions; they change nothing but the bytes alive."""
     return _Modelling(partition, plan, choices, schedule).run()
 
 
@@ -69,7 +69,7 @@ class _Modelling:
         return tuple((starts[e] - starts[b]) / 1e3 for cuts, starts in pairs for b, e in itertools.pairwise(cuts))
 
     def _alive(self, forward: list[int], backward: list[int], kept: list[Item]) -> tuple[int, ...]:
-        """Bytes alive during every operator that no choice touches, with those of the items `kept`."""
+        """Bytes alive during every operator whatever is chosen, with the items `kept`, which have no choice."""
         pairs = zip((forward, backward), self._base(), strict=True)
         base = [max(alive[b:e]) for cuts, alive in pairs for b, e in itertools.pairwise(cuts)]
         change = [0] * (len(base) + 1)
@@ -84,7 +84,7 @@ class _Modelling:
         return tuple(replace(item, needs=self._needs(slot, index)) for slot, item in items.items())
 
     def _shared(self, slots: Sequence[int]) -> tuple[Shared, ...]:
-        """What it takes to compute nodes again that several items need, by those items."""
+        """The cost of computing again the nodes that several items need, by those items."""
         needed_by: dict[str, list[int]] = {}
         for i, slot in enumerate(slots):
             price = self.plan.prices.get(slot)
@@ -142,8 +142,8 @@ class _Modelling:
         return tuple(sorted(index[s] for s in price.needs if s in index)) if price else ()
 
     def _base(self) -> tuple[list[int], list[int]]:
-        """Bytes alive during every node of both graphs that are no group's: transients, gradients, outputs, and what
-        has an obstacle."""
+        """Bytes alive during every node of both graphs that belong to none of `plan.items`: transients, gradients,
+        outputs, and groups with an obstacle."""
         forward, backward = self.partition.once(both_buffers)
         kernels, _ = self.partition.once(both_kernels)
         # our nodes stand behind the kernel that makes the tensor, which may run later than the graph has it
@@ -153,7 +153,7 @@ class _Modelling:
         return self._forward_base(forward.cut(stored)), self._backward_base(backward.cut(loaded))
 
     def _makers(self, kernels: Kernels) -> dict[int, int]:
-        """By slot the node whose kernel writes the group."""
+        """The node whose kernel writes the group, by slot."""
         storages = {n.name: storage_of(n) for n in kernels.nodes}
         makers = {g.slot: kernels.maker.get(storages[g.base] or 0) for g in self.plan.groups}
         return {slot: maker for slot, maker in makers.items() if maker is not None}
@@ -162,7 +162,7 @@ class _Modelling:
         graph = self.partition.forward.graph
         ours = {m.name for group in self.plan.groups if group.slot in self.plan.items for m in group.members}
         elsewhere = {storage_of(n) for n in self.partition.saved if n.name in ours}  # counted as items
-        given = {storage_of(n) for n in self.partition.activation_inputs} - elsewhere  # the caller has them that long
+        given = {storage_of(n) for n in self.partition.activation_inputs} - elsewhere  # the caller holds them so long
         elsewhere |= {storage_of(n) for n in graph.find_nodes(op="placeholder")}  # there before the step
         made = buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))
         held = sum(nbytes for key, nbytes in buffers.nbytes.items() if key in given)
@@ -191,10 +191,10 @@ class _Modelling:
         return list(itertools.accumulate(change))[:-1]
 
     def _made_early(self, buffers: Buffers) -> list[int]:
-        """Bytes of the groups that a loop makes before their place in the graph, where they can first be stored.
+        """Bytes of the groups that a kernel writes before their place in the graph, where they can first be stored.
 
-        A kernel writes all its results at once, where the first of them can be stored. This is about groups: what else
-        it writes counts from its place on.
+        A kernel writes all its results at once, where the first of them can be stored. These bytes are only those of
+        groups: the kernel's other results count from its place on.
         """
         kernels, _ = self.partition.once(both_kernels)
         made: dict[int, list[Item]] = {}  # by the kernel that makes them
@@ -217,15 +217,15 @@ class _Modelling:
         placeholders, before = graph.find_nodes(op="placeholder"), {storage_of(n) for n in given}
         ours = {m.name for g in self.plan.groups if g.slot in self.plan.items for m in g.members}
         stuck = {m.name for g in self.plan.groups for m in g.members}
-        stuck |= {n.name for n in self.partition.saved if storage_of(n) not in before}  # what is returned has no group
+        stuck |= {n.name for n in self.partition.saved if storage_of(n) not in before}  # a saved output has no group
         kept = {storage_of(n) for n in placeholders if n.name in stuck - ours}
         elsewhere = {storage_of(n) for n in placeholders} - kept
         return buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))
 
 
 def computed_again(partition: Partition, spans: Sequence[tuple[int, int]]) -> frozenset[str]:
-    """Names of what the backward computes again by our choice, and has in memory in any of `spans`: the first and the
-    last nodes of some operators."""
+    """Names of the nodes that the backward computes again by our choice, and has in memory in any of `spans`. A span is
+    the first and the last node of an operator."""
     _, buffers = partition.once(both_buffers)
     behind, found = len(partition.forward.graph.nodes), set()
     for node in partition.backward.graph.nodes:
@@ -238,7 +238,7 @@ def computed_again(partition: Partition, spans: Sequence[tuple[int, int]]) -> fr
 
 
 def _behind_items(graph: fx.Graph, cuts: Iterable[int]) -> set[int]:
-    """`cuts`, moved behind the nodes there that take an item of what a call returned."""
+    """`cuts`, moved behind the nodes there that take an item of a call's result."""
     nodes = list(graph.nodes)
     found = set()
     for cut in cuts:

@@ -17,11 +17,12 @@ from ssd_fx.passes.planner.place import LOAD_MARGIN, Placer
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.schedule import Replay, Schedule
 
-# Replays, in the time that one takes; each visits all operators and items of the step. So the search is a constant
-# part of compiling, which is in proportion to the size of the step too. Small steps, which cost nothing, get more.
+# The effort of a search, in replays. A replay visits all operators and items of the step, so the search takes a
+# constant part of the time to compile, which grows with the step too. Small steps cost next to nothing, and get more.
 TRIALS, QUICK_TRIALS = 200, 50
 LEAST_EFFORT = 120_000
-# Placements of the same choices, each with the starts that the one before led to; the last leaves most memory free.
+# Margins of placements of the same choices. Each takes its times from the replay of the one before. The last leaves
+# most memory free.
 MARGINS = (LOAD_MARGIN, LOAD_MARGIN, 1.0)
 HOPELESS = 1.1  # later placements are up to 7% faster than the first one
 
@@ -30,7 +31,7 @@ Choices = tuple[Choice, ...]
 
 @dataclass(eq=False)
 class Trials:
-    """Of one step under a limit; `stays` as in `Limits`.
+    """Trials of one step under a limit. `stays`: as in `Limits`.
 
     `enough_s`: the search ends with a step that takes no more seconds. `waits`: every release waits for its write, so
     that memory is as placed.
@@ -73,14 +74,14 @@ class Trials:
         return found
 
     def least_written(self) -> Replay:
-        """Of all that was found about as fast as the best, what writes least."""
+        """Of all replays found that are about as fast as the best, the one that writes least."""
         assert self.best is not None
         enough_s = (1 + EQUAL) * self.best.seconds
         near = (found for found in self.seen.values() if found is not None and found.seconds <= enough_s)
         return min((self.best, *near), key=lambda found: (found.written, found.seconds))
 
     def _filled(self, choices: Choices) -> Replay | None:
-        """The best of three: in host memory is only what is bound to be there, or what else fits, in two orders."""
+        """The best of three fillings of host memory: only the items bound to it, or these and others, in two orders."""
         best = self._placed(choices, host_tier.bound(self.step, choices))
         if not self.step.host_budget or best is None:
             return best
@@ -89,7 +90,7 @@ class Trials:
             if found is not None and better(found, best):
                 best = found
             if not stalls(best):
-                break  # others hardly write less
+                break  # other fillings hardly write less
         return best
 
     def exchange_hosted(self) -> None:
@@ -133,7 +134,7 @@ class Trials:
 
 
 def size(step: Step) -> int:
-    """What replaying the step costs, counted in operators."""
+    """The effort of one replay of the step, counted in operators."""
     return len(step.seconds) + 4 * len(step.items)
 
 

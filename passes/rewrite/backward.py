@@ -17,7 +17,7 @@ ops = torch.ops.ssd_fx
 
 
 class BackwardWriter:
-    """Inserts the loads and the waits, and rebuilds the members from what is loaded.
+    """Inserts the loads and the waits, and rebuilds the members from the loaded tensors.
 
     `nodes`, `position` and `placeholders` are those of the graph as it was; `forward`: the nodes of the forward, by
     name. By slot: `handles`, the placeholders, and `loads`.
@@ -47,14 +47,14 @@ class BackwardWriter:
             build = self._load if event.kind is LOAD else self._wait
             with self.graph.inserting_before(self.nodes[event.at - len(self.forward)]):
                 build(groups[event.slot], event, seq)
-        for group in self.plan.offloaded:  # last: it moves views, before which others of our nodes were to stand
+        for group in self.plan.offloaded:  # last: it moves views, and others of our nodes may stand before these
             self._copy_again(group)
         for group in self.plan.offloaded:
             for member in group.members:
                 self.graph.erase_node(self.placeholders[member.name])
 
     def _receive(self, member: Member, name: str) -> fx.Node:
-        """A placeholder of that name right before the member's, for what the forward saves instead of the member."""
+        """A placeholder `name` right before the member's, for the tensor that is saved instead of the member."""
         saved = self.placeholders[member.name]
         with self.graph.inserting_before(saved):
             node = self.graph.create_node("placeholder", name, name=name)
@@ -69,7 +69,7 @@ class BackwardWriter:
         no_default = () if may_be_donated(group, self.forward[group.base]) else (False,)
         args = (self.handles[group.slot], *where, seq, event.flag, _relies_on(group), *no_default)
         self.loads[group.slot] = load = self.graph.call_function(ops.load.default, args)
-        with self.fake_mode:  # equal to what the operator returns, in a third of the time
+        with self.fake_mode:  # equal to the operator's result, in a third of the time
             load.meta["val"] = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
 
     def _wait(self, group: AliasGroup, event: Event, seq: int) -> None:
@@ -125,16 +125,17 @@ class BackwardWriter:
 
 
 def may_be_donated(group: AliasGroup, base: fx.Node) -> bool:
-    """Whether the load of a group may return the stored tensor, into which the backward then writes.
+    """Whether the load of a group may return the stored tensor itself, so that the backward may write into it.
 
     Hazard: the caller may have given an input of the graph to another stream, and dropped it. `record_stream` keeps the
-    allocator off its memory until that stream has read it, and not the backward. The group's `base` is a forward node.
+    allocator off its memory until that stream has read it, but does not keep the backward off. `base`: the group's
+    forward node.
     """
     return base.op != "placeholder" or group.stored.device.type == "cpu"
 
 
 def _relies_on(group: AliasGroup) -> str:
-    """What the nodes that rebuild the members rely on; `runtime/layout.py` has the values."""
+    """The part of a layout that the nodes which rebuild the members rely on; `runtime/layout.py` has the values."""
     stored = group.stored
     sources = [m.copy.chain[0].source if m.copy else m.layout for m in group.members]
     if any(source.dtype != stored.dtype for source in sources):

@@ -1,7 +1,7 @@
 """Inductor's lite mode (`mode="lite"`, `fallback_by_default`), in which only annotated nodes have their lowerings.
 
 Hazard: without its lowering a release hands memory over that generated code still uses, and no audit reads the code. A
-write that is not done would then store what a later kernel put there.
+write that is not done would then store the values of a later kernel.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def first_compute(nodes: list[fx.Node]) -> fx.Node:
 
 
 def stand_in(mode: FakeTensorMode, saved: torch.Tensor) -> torch.Tensor:
-    """The FakeTensor of what is saved instead of `saved`."""
+    """The FakeTensor of the stand-in that is saved instead of `saved`."""
     with mode:
         made: torch.Tensor = torch.ops.ssd_fx.stand_in(saved.shape, saved.dtype, saved.device)
     return made

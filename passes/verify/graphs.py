@@ -78,7 +78,7 @@ def _verify_order(
     """Our nodes of a graph by kind and slot. They are the events of the schedule, in its order: of the same kinds and
     groups, with their flags and positions.
 
-    `slots`: of the groups, by the names of their handles.
+    `slots`: the slots of the groups, by the names of their handles.
     """
     ours = [n for n in nodes if n.target in _KINDS]
     require(len(ours) == len(events), f"the {name} has {len(ours)} nodes of ours instead of {len(events)}", "insert")
@@ -101,11 +101,11 @@ _KINDS: dict[object, tuple[Kind, int, str]] = {
     ops.load.default: (LOAD, 0, "strict"),
     ops.wait_load_.default: (WAIT, 1, ""),
 }
-"""Of our operators: the kind of event, which argument has the handle, and which one the flag."""
+"""For each of our operators: the kind of event, the index of the argument with the handle, the name of the flag."""
 
 
 def _verify_forward(partition: Partition, plan: Plan, ours: Mapping[tuple[Kind, int], fx.Node]) -> None:
-    """Stores do what the plan says, releases hold what was stored, and no stored storage is touched too late."""
+    """Stores are as planned, releases hold the stored tensors, and no stored storage is touched too late."""
     nodes = list(partition.forward.graph.nodes)
     position, by_storage = {n: i for i, n in enumerate(nodes)}, nodes_by_storage(nodes)
     saved, outputs = Counter(partition.saved), set(partition.caller_outputs)
@@ -135,7 +135,7 @@ def _verify_forward(partition: Partition, plan: Plan, ours: Mapping[tuple[Kind, 
 
 
 def _verify_backward(partition: Partition, plan: Plan, ours: Mapping[tuple[Kind, int], fx.Node]) -> None:
-    """Waits are for what was loaded, loads say what they yield, and nothing uses a loaded tensor before its wait."""
+    """Each wait has its load's tensor, loads name the layout that they yield, no node uses a tensor before its wait."""
     position = {n: i for i, n in enumerate(partition.backward.graph.nodes)}
     for slot in plan.schedule:
         load, wait = ours[LOAD, slot], ours[WAIT, slot]

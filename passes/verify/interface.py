@@ -1,4 +1,4 @@
-"""What a rewrite must not change: inputs and outputs of both graphs, and layouts of what old nodes yield and are given.
+"""What a rewrite must not change: inputs and outputs of both graphs, layouts of old nodes' results and arguments.
 
 before   relu = placeholder                        mm(relu, ...)          mm yields [8, 8] and is given [8, 8]
 after    load -> wait_load_ -> as_strided -> ...   mm(as_strided, ...)    the same must hold
@@ -62,7 +62,7 @@ class Before:
 
 
 def _verify_ends(name: str, old: Facts, new: Facts) -> None:
-    """Inputs and outputs of a graph have the layouts that they had, in the same order, and share no more storages."""
+    """The outputs of a graph have their old layouts and order, and no more of its inputs and outputs share storages."""
     text = f"the outputs of the {name} are {new.results}, were {old.results}"
     require(old.results == new.results, text, "insert")
     moved = [(o, n) for o, n in zip(old.outputs, new.outputs, strict=True) if o != n and o in new.values]
@@ -72,7 +72,7 @@ def _verify_ends(name: str, old: Facts, new: Facts) -> None:
 
 
 def _verify_nodes(graph: fx.Graph, old: Facts, new: Facts, *, strides: bool) -> None:
-    """Old nodes yield and are given the layouts that they had; `strides`: also the same strides."""
+    """Results and arguments of old nodes have the layouts that they had; `strides`: also the same strides."""
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -102,7 +102,7 @@ def _same(a: Layout, b: Layout, strides: bool) -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is compared of one graph.
+    """The facts of one graph that are compared.
 
     `inputs`: names of all but those that receive saved tensors. `values` and `arguments`: layouts, by name of the node.
     `outputs`, `results`: names and layouts of the outputs that are no saved tensors. `aliases`: by input or output, the
@@ -118,7 +118,7 @@ class Facts:
 
     @staticmethod
     def of(module: fx.GraphModule, results: int | None, saved: Iterable[fx.Node] = ()) -> Facts:
-        """`results`: how many outputs are no saved tensors; None: all. `saved`: what it may receive."""
+        """`results`: how many outputs are no saved tensors; None: all. `saved`: the tensors that it may receive."""
         nodes = [n for n in module.graph.nodes if n.op != "output"]
         inputs = [n for n in nodes if n.op == "placeholder"]
         outputs: Any = module.graph.output_node().args[0]
@@ -139,7 +139,7 @@ class Facts:
 
 
 def layout(node: object) -> Layout:
-    """Shape, strides, dtype, device and lazy bits of what a node yields, as text: comparing it adds no guards."""
+    """Shape, strides, dtype, device and lazy bits of a node's tensor, as text: comparing it adds no guards."""
     tensor = tensor_of(node) if isinstance(node, fx.Node) else None
     if tensor is None:
         return None
@@ -156,7 +156,7 @@ def _facts(partition: Partition) -> tuple[Facts, Facts]:
 
 
 def _aliases(ends: Iterable[tuple[str, fx.Node]]) -> dict[str, str]:
-    """By name of an input or output, the first one of the same storage."""
+    """For each input or output, the first one with the same storage, by name."""
     firsts: dict[int, str] = {}
     keys = ((name, storage_of(node)) for name, node in ends)
     return {name: firsts.setdefault(key, name) for name, key in keys if key is not None}

@@ -1,4 +1,4 @@
-"""The rules of a plan, checked after every pass that decides.
+"""The rules of a plan, checked after every analysis and every decision.
 
 produced <= store, last forward read <= release        wait <= first backward read
 predicted peak, kept bytes, host memory within their limits
@@ -64,7 +64,7 @@ def _verify_host(plan: Plan) -> None:
 
 
 def _verify_members(group: AliasGroup) -> None:
-    """What is stored is dense, and every member lies within it."""
+    """The stored tensor is dense, and every member lies within it."""
     dense = group.layout is not None and is_dense(group.layout)
     require(dense, f"what is stored of {group.base!r} has gaps", "alias")
     stored = group.stored
@@ -77,7 +77,7 @@ def _verify_members(group: AliasGroup) -> None:
 
 
 def _verify_trip(plan: Plan, group: AliasGroup) -> None:
-    """The nodes of a group have the order of the module's picture; among each other a schedule holds theirs."""
+    """The nodes of a group stand as in the module's picture. Their own order is checked by `Schedule`."""
     name, item, trip = group.base, plan.items[group.slot], plan.schedule[group.slot]
     rules = (
         (trip.store.at >= item.produced, f"store of {name!r} comes before the tensor is produced"),

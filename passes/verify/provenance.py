@@ -164,7 +164,7 @@ def arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def _fills(partition: Partition, plan: Plan) -> dict[int, Fill]:
-    """By storage, what our nodes fill: dense copies that are stored, loaded tensors, copies that are made again."""
+    """By storage, the tensors that our nodes fill: dense copies to store, loaded tensors, copies made again."""
     stores, pairs = _stored(partition, plan)
     for node in partition.backward.graph.nodes:
         if node.target is ops.load.default:
@@ -179,14 +179,14 @@ def _fills(partition: Partition, plan: Plan) -> dict[int, Fill]:
 
 
 def _keeps_dtype(copy: fx.Node) -> bool:
-    """Whether the elements are those of what is copied. A cast computes others."""
+    """Whether a copy has the elements of its source. A cast computes others."""
     source = copy.args[0]
     new, old = tensor_of(copy), tensor_of(source) if isinstance(source, fx.Node) else None
     return new is not None and old is not None and new.dtype == old.dtype
 
 
 def _stored(partition: Partition, plan: Plan) -> tuple[dict[str, fx.Node], list[tuple[fx.Node, object]]]:
-    """The node that each store writes, by name of the store; and those nodes with what they are made of."""
+    """The node that each store writes, by name of the store; and those nodes, each with the node that it is made of."""
     pairs: list[tuple[fx.Node, object]] = []
     stores: dict[str, fx.Node] = {}
     bases = {g.slot: g.base for g in plan.offloaded}
