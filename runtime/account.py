@@ -1,6 +1,6 @@
-"""Measures what a step takes at every node, and sets what may be held for the backward: the option `memory`.
+"""The option `memory`: measures the memory of a step at every node, and sets how much may be held for the backward.
 
-`allowance.py` has the rule. The account itself is the writer's: `Writer.held_bytes`, within `Account.allowed`.
+`allowance.py` has the rule. The writer counts what is held (`Writer.held_bytes`), and obeys `Account.allowed`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ AUTO = 0.95  # of what this process could have: it takes memory for other things
 LATE = 64  # forwards: by then an optimizer of torch has stepped, or there is none
 
 when_steady: list[Callable[[Options, Steady], None]] = []
-"""Called with the options of a store when the account of its steps is steady, by the forward that begins the next step.
-"""
+"""Functions that get a store's options and what its steps leave, once that is steady. The next step's first forward
+calls them."""
 
 _optimizer_steps = 0
 _hooked = False
@@ -44,7 +44,7 @@ def limit_of(memory: int | float | str, ranks: int, found: Gauge, device: torch.
 
 
 class Account:
-    """Of one store. `held`, `outstanding`: what the writer and the reader say, in bytes. `allow`: tells them.
+    """The account of one store. `held`, `outstanding`: return the writer's bytes. `allow`: `Residency.allow`.
 
     All methods run under the lock of `entries`.
     """
@@ -68,18 +68,18 @@ class Account:
         self._allow = allow
         self._gauge: Gauge | None = None
         self._allowance: Allowance | None = None
-        self._steps = -1  # of optimizers, when the last forward began
-        self._before = _optimizer_steps  # others have made so many
-        self._begun = 0  # forwards
-        self._outstanding_before = 0  # when the last node ended
+        self._steps = -1  # steps that optimizers had made when the last forward began
+        self._before = _optimizer_steps  # steps that they had made before this account
+        self._begun = 0  # forwards so far
+        self._outstanding_before = 0  # bytes outstanding when the last node ended
 
     @property
     def seen(self) -> Seen | None:
-        """What the last step took; None before it has ended."""
+        """The memory that the last step took; None before one has ended."""
         return self._allowance.seen if self._allowance else None
 
     def begins(self, graph: str, saved: int, device: torch.device) -> None:
-        """A forward begins on `device`, and will save so many bytes."""
+        """Records that a forward begins on `device`, and will save `saved` bytes. Sets what may be held from now on."""
         if self._allowance is None:
             self._meet(device)
         if self._gauge is None or self._allowance is None:
@@ -101,7 +101,7 @@ class Account:
         self._allow(self._allowance.most)
 
     def allowed(self, outstanding: int) -> int:
-        """The most bytes that may be held while so many are outstanding."""
+        """The most bytes that may be held while `outstanding` bytes are outstanding; 0 before the first forward."""
         return self._allowance.allowed(outstanding) if self._allowance else 0
 
     def steady(self) -> Steady | None:
@@ -111,31 +111,31 @@ class Account:
         return self._allowance.steady()
 
     def turns(self) -> None:
-        """The backward loads a tensor."""
+        """Records that the backward loads a tensor."""
         if self._allowance:
             self._allowance.turns()
 
     def look(self) -> None:
-        """A node of ours begins, or a step ends: since the last node nothing was released or asked for, but handles may
-        have died."""
+        """Notes the peak since the last node, when a node of ours begins. Handles may have died meanwhile, so the
+        larger of the outstanding bytes of then and of now counts."""
         if self._gauge and self._allowance:
             held = self._held()
             waiting = max(self._outstanding_before, self._waiting(held))
             self._allowance.note(self._gauge.peak_bytes(), held, waiting)
 
     def settled(self) -> None:
-        """A node of ours ends. What is held has changed within it, so of that time only the end counts."""
+        """Notes what lives when a node of ours ends. The node changes what is held, so its own peak does not count."""
         if self._gauge and self._allowance:
             held = self._held()
             self._outstanding_before = self._waiting(held)
             self._allowance.note(self._gauge.begin(), held, self._outstanding_before)
 
     def _waiting(self, held: int) -> int:
-        """What may be held. A backward that keeps its graph leaves what it has asked for, so it is at least `held`."""
+        """The outstanding bytes, at least `held`: a backward with `retain_graph` leaves held what it has asked for."""
         return max(held, self._outstanding())
 
     def _meet(self, device: torch.device) -> None:
-        """The first forward."""
+        """Makes the gauge and the allowance, at the first forward."""
         self._gauge = gauge(device)
         if self._gauge is not None:
             self._allowance = Allowance(limit_of(self._memory, self._ranks, self._gauge, device))

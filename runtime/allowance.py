@@ -2,11 +2,11 @@
 
 `docs/design.md` ("A limit of memory") has the rule and why it holds. In the words used there, at each node
 
-    held         what the runtime alone holds: released by the graph, and not asked for again
+    held         bytes that the runtime alone holds: the graph released them, and has not asked for them again
     base         all other bytes that live: `live - held`
-    outstanding  what was released and not asked for yet: `held` is at most this
+    outstanding  bytes released and not asked for yet, in memory or not: `held` is at most this
 
-A step that was measured is kept as pairs of `base - level` and `outstanding`, where `level` is the base at its begin.
+A measured step is kept as points (`base - level`, `outstanding`), where `level` is the base when the step began.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ssd_fx.runtime.wear import format_bytes
 
 _log = logging.getLogger("ssd_fx")
 
-REMEMBERED = 4  # steps of a kind and a size
+REMEMBERED = 4  # measured steps, of each kind and size
 WASTES = 32  # steps whose waste is remembered: a larger allowance may bring it back
-SETTLED = 5  # steps in a row that were known before they ran: what they leave is steady
-SIZES = 32  # of a kind
-POINTS = 10_000  # of a step; then those go that do not bind
+SETTLED = 5  # steps in a row that were known before they ran: the memory that they leave is then steady
+SIZES = 32  # remembered sizes of each kind of step
+POINTS = 10_000  # of a step; beyond that, those that do not bind are dropped
 MARGIN = 0.01  # of the limit, for what nobody counts: small tensors, and what others take meanwhile
-STEADY = 0.01  # of the limit: by less an allowance changes without a word
+STEADY = 0.01  # of the limit: a smaller change of the allowance is not logged
 
 Kind = tuple[bool, str]
-"""A step: whether the optimizer stepped before it, and the graph of its first forward."""
+"""The kind of a step: whether the optimizer stepped before it, and the graph of its first forward."""
 Point = tuple[int, int]
 
 
@@ -49,33 +49,33 @@ class _Runs:
         self.saved[graph] = max(self.saved.get(graph, 0), saved)
 
     def within(self, other: _Runs) -> bool:
-        """Whether another step had these forwards, each with as many bytes or more: a smaller batch takes no more."""
+        """Whether `other` had these forwards, each with as many bytes or more: a smaller batch needs no more memory."""
         return self.counts <= other.counts and all(nbytes <= other.saved[g] for g, nbytes in self.saved.items())
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step while it is measured. `size`: the bytes that its first forward saves. `begun`: outstanding at its begin.
-    `complete`: as in `Allowance`."""
+    """A step while it is measured. `size`: the bytes that its first forward saves. `begun`: bytes outstanding when it
+    began. `complete`: as in `Allowance`."""
 
     kind: Kind
     size: int
     level: int
     begun: int
     complete: bool
-    known: bool = True  # steps with all of its forwards were measured before
+    known: bool = True  # whether steps with all of its forwards were measured before
     runs: _Runs = field(default_factory=_Runs)
     points: list[Point] = field(default_factory=list)
-    peak: int = 0  # of all tensors
-    base: int = 0  # the most
-    held: int = 0  # the most
-    outstanding: int = 0  # the most
+    peak: int = 0  # the most bytes of all tensors
+    base: int = 0  # the highest base
+    held: int = 0  # the most bytes held
+    outstanding: int = 0  # the most bytes outstanding
 
 
 class Bound(NamedTuple):
-    """At most `nbytes` may be held while `outstanding` bytes or fewer are, and one more for each that is outstanding
-    beyond, up to `most`: backwards ask for the latest first, which are held. Fewer than 0: nothing, and it is above the
-    limit."""
+    """How much may be held: `nbytes` while up to `outstanding` bytes are outstanding, and one byte more for each byte
+    beyond, up to `most`. For backwards ask for the latest tensors first, and these are held. `nbytes` below 0: not even
+    holding nothing keeps the limit there."""
 
     nbytes: int
     outstanding: int
@@ -85,22 +85,22 @@ class Bound(NamedTuple):
         return self.nbytes + max(0, min(outstanding, self.most) - self.outstanding)
 
 
-NOTHING = Bound(0, sys.maxsize, 0)  # of a step that was never measured
+NOTHING = Bound(0, sys.maxsize, 0)  # the bound of a step that was never measured
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
     level: int
     runs: _Runs
-    begun: int  # outstanding when it began
-    points: tuple[Point, ...]  # (base - level, outstanding): those that bind
-    most: int  # was outstanding
+    begun: int  # bytes outstanding when it began
+    points: tuple[Point, ...]  # (base - level, outstanding): the points that bind
+    most: int  # the most bytes that were outstanding
 
     def bounds(self, limit: int, level: int, begun: int) -> Iterator[Bound]:
-        """What may be held in such a step, so that no point of it is above the limit.
+        """The bounds that keep all points of such a step within the limit, if it begins with `begun` bytes outstanding.
 
-        A level that fell counts only once a step was measured at it: gradients that are gone may come again. What other
-        graphs have outstanding when a step begins makes no room for what it stores.
+        A lower level counts only once a step was measured at it, because gradients that are gone may come again. Bytes
+        of other graphs that are outstanding when a step begins make no room for what it stores.
         """
         left, more = limit - max(level, self.level), max(0, begun - self.begun)
         return (
@@ -110,7 +110,7 @@ class _Measured:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the last step took, in bytes: the most of all tensors, and of what stayed for the backward."""
+    """What the last step took, in bytes. `peak`: the most of all tensors. `stayed`: the most held for the backward."""
 
     limit: int
     peak: int
@@ -119,9 +119,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """What steps leave, in bytes: `room` below the limit at their peaks, with nothing held; the least of some steps.
+    """What the last steps left, in bytes. `room`: the least that was free below the limit at a peak, with nothing held.
 
-    `runs`: the forwards of the last of them, by graph.
+    `runs`: how many forwards each graph had in the last of these steps.
     """
 
     limit: int
@@ -139,19 +139,19 @@ class Allowance:
         self.limit = limit
         self.bounds: tuple[Bound, ...] = (NOTHING,)
         self.capacity = sys.maxsize  # bytes that the process could have on the device
-        self._wastes: deque[int] = deque(maxlen=WASTES)  # of the last steps, as in `wasted`
-        self._waste = 0  # in the step that runs
+        self._wastes: deque[int] = deque(maxlen=WASTES)  # the waste of each of the last steps, as in `wasted`
+        self._waste = 0  # the waste of the step that runs
         self.seen: Seen | None = None
-        self._left: deque[int] = deque(maxlen=SETTLED)  # what each of the last steps left, as in `Steady`
-        self._runs: Mapping[str, int] = {}  # of the last of them
-        self._known: dict[Kind, dict[int, deque[_Measured]]] = {}  # by size
+        self._left: deque[int] = deque(maxlen=SETTLED)  # the room that each of the last steps left, as in `Steady`
+        self._runs: Mapping[str, int] = {}  # the forwards of the last of these steps
+        self._known: dict[Kind, dict[int, deque[_Measured]]] = {}  # by kind and size
         self._step: _Step | None = None
         self._turned = False  # the step's backward has begun
         self._warned = False
-        self.complete = True  # what the optimizer keeps is there, so that a step can be told not to fit
+        self.complete = True  # whether the optimizer's state is there: only then can a step be said not to fit
 
     def is_known(self, graph: str, saved: int, optimized: bool, outstanding: int) -> bool:
-        """Whether this forward is within a step, or a step that begins so was measured, or one with a larger batch."""
+        """Whether this forward begins no step, or a step that begins like it, with as large a batch, was measured."""
         if not self._is_first(outstanding):
             return True
         return saved <= max(self._known.get((optimized, graph), ()), default=-1)
@@ -161,10 +161,10 @@ class Allowance:
         return self._step is None or (_current_graph_task_id() < 0 and (self._turned or not outstanding))
 
     def begins(self, graph: str, saved: int, base: int, optimized: bool, outstanding: int) -> None:
-        """A forward begins, and will save so many bytes, while so many are `outstanding`.
+        """Records that a forward begins that will save `saved` bytes, and sets the bounds for it.
 
-        `optimized`: the optimizer stepped since the last one began. If nothing is outstanding, and no backward came,
-        those before are of no step.
+        `optimized`: the optimizer stepped since the last forward began. If nothing is outstanding and no backward came,
+        the forwards before belong to no step.
         """
         if self._step is None or self._is_first(outstanding):
             self.finish()
@@ -182,26 +182,26 @@ class Allowance:
             _log.info("within memory=%s %s may now stay in memory", format_bytes(self.limit), said)
 
     def allowed(self, outstanding: int) -> int:
-        """The most bytes that may be held while so many are outstanding."""
+        """The most bytes that may be held while `outstanding` bytes are outstanding."""
         return max(0, min((bound.allowed(outstanding) for bound in self.bounds), default=sys.maxsize))
 
     @property
     def most(self) -> int:
-        """What may be held when most bytes are outstanding."""
+        """The most bytes that may be held, however many are outstanding."""
         return self.allowed(sys.maxsize)
 
     @property
     def _within(self) -> int:
-        """What all tensors may take: the limit is one of tensors, and the device has room for what is wasted beside."""
+        """The bytes that all tensors may take: the limit, or what the device has beside its allocator's waste."""
         return int((1 - MARGIN) * min(self.limit, self.capacity - max(self._waste, *self._wastes, 0)))
 
     def wasted(self, nbytes: int) -> None:
-        """In the step that runs the device's allocator had so many bytes that it could not use. The most of the last
-        steps counts: what rests changes it, so that an allowance by the last step alone would go up and down."""
+        """Records bytes that the device's allocator could not use in the step that runs. The most of the last steps
+        counts: the waste depends on what stays, so an allowance by the last step alone would go up and down."""
         self._waste = max(self._waste, nbytes)
 
     def steady(self) -> Steady | None:
-        """What the last steps left, if all were known before they ran; None until as many more have run."""
+        """What the last steps left, if all were known before they ran; afterwards None until as many more have run."""
         if len(self._left) < SETTLED:
             return None
         found = Steady(self.limit, min(self._left), self._runs)
@@ -209,11 +209,11 @@ class Allowance:
         return found
 
     def unsettle(self) -> None:
-        """What the last steps left says nothing of the next ones."""
+        """Forgets what the last steps left, because it says nothing of the next ones."""
         self._left.clear()
 
     def note(self, peak: int, held: int, outstanding: int) -> None:
-        """At most `peak` bytes lived since the last node, while `held` of them were held."""
+        """Records that at most `peak` bytes lived since the last node, of which `held` were held."""
         step = self._step
         if step is None:
             return
@@ -227,11 +227,11 @@ class Allowance:
             step.points = list(_binding(step.points))
 
     def turns(self) -> None:
-        """The backward of the step loads a tensor."""
+        """Records that the backward of the step loads a tensor."""
         self._turned = True
 
     def finish(self) -> None:
-        """The step is over, with all that the loop did behind its backward."""
+        """Ends the step, with all that the training loop did after its backward. Remembers it if a backward came."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -243,7 +243,7 @@ class Allowance:
             sizes = self._known.setdefault(step.kind, {})
             sizes.setdefault(step.size, deque(maxlen=REMEMBERED)).append(measured)
             if len(sizes) > SIZES:
-                del sizes[min(sizes)]  # those of a larger batch count for it from here on
+                del sizes[min(sizes)]  # steps of a larger batch stand in for it from here on
             if step.known:
                 self._left.append(self._within - step.base)
                 self._runs = step.runs.counts
@@ -263,7 +263,7 @@ class Allowance:
             )
 
     def _measured(self, step: _Step) -> list[_Measured]:
-        """Steps of its kind, of the least size that is not smaller, which had its forwards."""
+        """The measured steps of the same kind that had this step's forwards, at the least size that is not smaller."""
         sizes = self._known.get(step.kind, {})
         for size in sorted(size for size in sizes if size >= step.size):
             found = [each for each in sizes[size] if step.runs.within(each.runs)]
@@ -273,10 +273,10 @@ class Allowance:
 
 
 def _binding(points: Iterable[Point]) -> tuple[Point, ...]:
-    """Those that bind under some limit.
+    """The points that bind under some limit.
 
-    Of two points the one with the higher base binds more until as much is outstanding as at the other. From there on it
-    does so too, unless base and outstanding bytes together are more at the other.
+    Of two points the one with the higher base allows less, until as much is outstanding as at the other. From there on
+    the other one allows less if its base and outstanding bytes together are more. Only then it binds, too.
     """
     found: list[Point] = []
     for rise, out in sorted(points, reverse=True):

@@ -63,7 +63,7 @@ def read(path: str | os.PathLike[str]) -> Exported:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError, KeyError, TypeError, AttributeError: `export` did not write it, or that of another version.
+        ValueError, KeyError, TypeError, AttributeError: neither this version's `export` wrote it, nor a compatible one.
     """
     found = json.loads(Path(path).read_text())
     ours = found[_OURS]

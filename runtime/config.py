@@ -9,7 +9,7 @@ from ssd_fx.ranks import Ranks
 
 
 def quoted(text: str) -> str:
-    """`text` without quotes and backslashes, for generated code that does not escape them. `parse` reads it too."""
+    """`text`, percent-encoded, for generated code that does not escape quotes and backslashes. `parse` reads it too."""
     return quote(text, safe="")
 
 

@@ -70,7 +70,7 @@ class Guard(Generic[T]):
         janitor().put(_Given(self))
 
     def is_mine(self) -> bool:
-        """Whether this thread holds the lock. So a signal handler or a `__del__` has interrupted the owner's code."""
+        """Whether this thread holds the lock: a signal handler or a `__del__` has then interrupted the owner's code."""
         return bool(self.lock._is_owned())  # type: ignore[attr-defined] # as threading.Condition asks it
 
     def drain(self) -> None:
@@ -124,9 +124,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _call(functions: Iterable[Callable[[], None]], failing: set[Callable[[], None]]) -> None:
-    """`failing`: what failed the last time, which is logged once.
+    """Calls functions, and logs their errors. `failing`: those that failed the last time, too, which are logged once.
 
-    An error, of a device for example, must not end this thread: nobody else looks at what died.
+    An error, of a device for example, must not end the janitor: while no op runs, nobody else handles deaths.
     """
     for function in functions:
         try:

@@ -24,7 +24,7 @@ class Payload(NamedTuple):
 
 
 class Encoder:
-    """Encodes what is on its way to a tier that has a codec. `codecs`: by tier.
+    """Encodes tensors that are on their way to a tier that has a codec. `codecs`: their names by tier.
 
     Encoding takes long, so `encode` runs without the lock of `entries`. All other methods run under it.
     """
@@ -34,18 +34,18 @@ class Encoder:
         self._habits = habits
 
     def codec_of(self, entry: Entry) -> str:
-        """That of the plan's tier, even if the tensor ends up in another, or moves on; empty for none."""
+        """The codec of the tier that the plan names, even if the tensor ends up in another or moves on; or empty."""
         return self.codecs.get("host" if entry.tier == "host" else "ssd", "") if self.codecs else ""
 
     def wants(self, entry: Entry, name: str) -> bool:
-        """Whether what an entry holds is to be encoded by a codec. Asked once for each entry."""
+        """Whether a codec is to encode what an entry holds. Asked before it is resident, and again before its write."""
         if not name or entry.encoded or self._habits.of(entry.graph, entry.slot).is_plain(name):
             return False
         # The values in the gaps of a tensor would change the scale of their block.
         return entry.layout == entry.seen or not codec.is_lossy(name, entry.layout.dtype)
 
     def encode(self, entry: Entry, name: str, x: Tensor) -> Payload | None:
-        """What becomes of `x`, which an entry holds; None if it stays as it is."""
+        """`x`, which an entry holds, in its encoded form; None if it stays as it is."""
         made = codec.encode(name, x)
         if made is None:
             return None
@@ -58,10 +58,10 @@ class Encoder:
         return Payload(payload, encoded, error)
 
     def learn(self, entry: Entry, name: str, made: Payload | None) -> None:
-        """Takes what became of a tensor of an entry's slot."""
+        """Records how a tensor of an entry's slot was encoded; None: it stayed as it is."""
         habit = self._habits.of(entry.graph, entry.slot)
         if made is None:
-            if not codec.is_lossy(name, entry.layout.dtype):  # it refuses infinities, which the next one may not have
+            if not codec.is_lossy(name, entry.layout.dtype):  # a lossy one refuses infinities, which may not come again
                 habit.plain[name] = PLAIN
             return
         if made.error is not None:

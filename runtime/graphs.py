@@ -29,7 +29,7 @@ _living: dict[Options, set[int]] = {}
 
 
 def uses(graph: object, config: str) -> None:
-    """Records that `graph` runs ops with this configuration, or keeps their store for one that will.
+    """Records that `graph` uses the store of a configuration. While it lives the store stays, for later graphs too.
 
     Waits for the end of stores whose graphs have died.
     """
@@ -58,7 +58,7 @@ def close() -> None:
 
 
 def _check(graph: _Graph | None) -> None:
-    """Ends the store of a graph that died if no other graph uses it. `_NO_GRAPH`: one of the store's entries died.
+    """Ends the store of a graph that died if no other graph uses it. With `_NO_GRAPH` an entry of the store died.
 
     None: ends all stores. Called once more if a signal ended it early.
     """

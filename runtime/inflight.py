@@ -1,4 +1,4 @@
-"""What is on its way out of memory: how much may be, and the copies that go on although nobody wants them any more."""
+"""Tensors on their way out of memory: how many bytes may be, and copies that go on though nobody wants them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from ssd_fx.compat import _storage_Use_Count
 from ssd_fx.runtime.device import streams
 
-LEAST_BYTES = 128 << 20  # that may be on their way where the option `inflight` does not say
-SHARE = 32  # or one of so many parts of a device's memory
+LEAST_BYTES = 128 << 20  # bytes that may be on their way where the option `inflight` does not say
+SHARE = 32  # or 1/SHARE of a device's memory, if that is more
 
 
 def inflight_bytes(device: torch.device) -> int:
-    """How much of a device may be on its way out of memory at a time, where the option `inflight` does not say.
+    """The most bytes of a device that may be on their way out of memory, where the option `inflight` does not say.
 
-    Of a device with streams it is more. The host runs ahead of it, and a store that has to wait for room stops the
+    For a device with streams it is more. The host runs ahead of it, and a store that has to wait for room stops the
     host. Where one tensor fills the room, the device soon has nothing to do (docs/results/gpu, "Steps on that H200").
     """
     queued = streams.of(device)
@@ -24,7 +24,7 @@ def inflight_bytes(device: torch.device) -> int:
 
 
 class CopiesInVain:
-    """Copies on streams whose tensors were given away meanwhile, or died. Nobody else gets what they read."""
+    """Copies on streams whose tensors were given away or died meanwhile. Nobody else gets the memory that they read."""
 
     def __init__(self) -> None:
         self._row: list[_InVain] = []
@@ -37,20 +37,20 @@ class CopiesInVain:
         return sum(each.nbytes for each in self._row) if self._row else 0
 
     def add(self, copy: streams.Queued, read: torch.UntypedStorage, nbytes: int, stream: streams.Stream | None) -> None:
-        """A copy of so many bytes that reads a storage of `stream`."""
+        """Adds a copy of `nbytes` that reads the storage `read`. Its memory belongs to `stream`."""
         self._row.append(_InVain(copy, read, nbytes, stream))
 
     def oldest(self) -> streams.Queued | None:
         return self._row[0].copy if self._row else None
 
     def let_go(self) -> None:
-        """Drops what has been copied, and what the backward has used.
+        """Drops the copies that have ended, and those whose tensor the backward has dropped.
 
         The host runs ahead of its device, and would see a copy end long after the backward has dropped the tensor. So
-        the stream of the memory waits for the copy then, and gives the memory to others behind it.
+        the stream of the memory is told to wait for the copy, and reuses the memory only afterwards.
 
-        A backward gives away first what was stored last, and a row of micro-batches the first of them. So both ends are
-        asked whether they have ended.
+        Within a backward the tensor stored last is given away first; of several micro-batches, the first one's are. So
+        the copies at both ends of the row are asked whether they have ended.
         """
         row = self._row
         if not row:
@@ -63,7 +63,7 @@ class CopiesInVain:
             row.remove(each)
 
     def end(self) -> None:
-        """Returns when all have ended."""
+        """Returns when all copies have ended."""
         for each in self._row:
             each.copy.cancel()
         self._row.clear()
@@ -78,6 +78,6 @@ class _InVain(NamedTuple):
     def is_ours_alone(self) -> bool:
         """Whether no tensor is left on the storage.
 
-        If one comes later all the same, its memory goes back in order, too: the stream waits for the copy already.
+        If a tensor comes later all the same, its memory is safe, too: the stream waits for the copy already.
         """
         return bool(_storage_Use_Count(self.read._cdata) == 1)

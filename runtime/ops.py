@@ -8,14 +8,14 @@
     load              starts to read the tensor back; its bytes are undefined until `wait_load_` returned
     wait_load_        waits until the bytes are there
 
-`config`: the JSON of a `Options`. `graph`: a name for reports. `about`: its plan, packed (`plans.py`).
-`inflight`: the bytes that it has on their way out of memory at a time; 0 where that is not planned.
+`config`: the options of the runtime, as JSON. `graph`: its name in reports. `about`: its plan, packed (`plans.py`).
+`inflight`: the bytes that the plan has on their way out of memory at a time; 0 where that is not planned.
 `slot`: the number of the alias group.
 `seq`: the planned position of the node among our nodes in its graph.
-`tier`: where the plan wants the tensor, "host", "ssd" or empty for either. `binding`: it is never resident.
+`tier`: where the plan wants the tensor, "host", "ssd" or empty for either. `binding`: the tensor is never resident.
 `later`: the write begins when the next forward does, unless the load comes first.
-`stride`: of a store, the strides in which Inductor is to pass the tensor; None: those of the graph.
-`gone_by`: the `seq` of the node of the backward at which the memory is to go; below 0 for none.
+`stride`: the strides in which Inductor is to pass the tensor to a store; None: those of the graph.
+`gone_by`: the `seq` of the node of the backward from which on the plan needs the memory; below 0 for none.
 `relies_on`: one of `layout.RELIES_ON`. `donate`: the load may return the stored tensor itself.
 
 The contract is in docs/design.md. The waits mutate an argument, so neither FX nor Inductor drops or merges them.

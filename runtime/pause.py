@@ -1,4 +1,4 @@
-"""Pauses between attempts of what has failed."""
+"""Pauses between attempts to do again what has failed."""
 
 import math
 import time
@@ -7,7 +7,7 @@ import time
 class Pause:
     """How long nothing is tried after a failure: 30 s, twice as long after each further one, at most an hour.
 
-    After an hour without a failure it is 30 s again. Failures during a pause come of what began before it.
+    After an hour without a failure it is 30 s again. Failures during a pause do not count: they began before it.
     """
 
     FIRST_S, LONGEST_S = 30.0, 3600.0

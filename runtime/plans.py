@@ -1,8 +1,9 @@
 """What people want to know of the plans behind the graphs that run: names, places, predictions.
 
-A graph brings its own in the argument `about` of `begin_`, packed JSON, because it may come from a compile cache. It is
-kept as it came until somebody asks. The plans of a configuration go with its last graph (`graphs.py`). The keys are the
-fields of `GraphReport` (`ssd_fx/report/model.py`). The runtime reads of `rows` slot, module, source and name.
+A graph may come from a compile cache. So it brings its plan along as packed JSON, the argument `about` of `begin_`. The
+plan stays packed until somebody asks. The plans of a configuration are dropped with its last graph (`graphs.py`). Their
+keys are the fields of `GraphReport` (`ssd_fx/report/model.py`), and the runtime reads slot, module, source and name of
+its `rows`.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _noted: dict[str, _Noted] = {}
 
 
 def pack(described: Mapping[str, Any]) -> str:
-    """Text of letters, digits, `-`, `_` and `=`, about a tenth as long as the JSON."""
+    """A plan as text of letters, digits, `-`, `_` and `=`, about a tenth as long as its JSON."""
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(described, separators=(",", ":")).encode(), 9)).decode()
 
 
 def unpack(about: str) -> dict[str, Any]:
-    """What was packed.
+    """The plan that `pack` made this text of.
 
     Raises: ValueError if `about` is no packed plan.
     """

@@ -1,7 +1,7 @@
 """Prefetches across graphs: when a backward has asked for its last tensor, those of the next backward are read.
 
 Which backward that is, and in which order it asks, is learned in `adapt/runs.py`. Within a run, slots that were late in
-earlier steps are read early. While there is memory to spare, all of the run is.
+earlier steps are read early. While there is memory to spare, all slots of the run are.
 
 All methods run under `entries.GUARD.lock`.
 """
@@ -23,8 +23,7 @@ _log = logging.getLogger("ssd_fx")
 class Prefetcher:
     """Prefetches up to `window` bytes, and `spare()` bytes more.
 
-    `budget`: of bytes that may be in memory for backwards to come, 0 for none. What is read ahead counts as what stays
-    does.
+    `budget`: the most bytes that may be in memory for later backwards, resident or read ahead; 0 for no such limit.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Prefetcher:
             self._upcoming.popleft()
 
     def _has_room(self, entry: Entry) -> bool:
-        """Whether the window and the budget have room for an entry. One larger than the window is read alone."""
+        """Whether the window and the budget have room. An entry that is larger than the window is read alone."""
         waits = self._ledger.resident_bytes + self._ledger.ahead_bytes
         if self._budget and waits + entry.nbytes > self._budget:
             return False

@@ -36,12 +36,12 @@ class Reader:
         self._engine = engine
         self._ledger = ledger
         self._writer = writer
-        self.stalls: deque[tuple[Stall, str, int, bool]] = deque()  # of which graph and slot; and whether it is strict
+        self.stalls: deque[tuple[Stall, str, int, bool]] = deque()  # with graph, slot, and whether the load is strict
 
     def begin(self, entry: Entry, wanted: TensorMeta, seq: int, *, consume: bool, relies_on: str) -> Load:
-        """The load, for a graph that `relies_on` parts of the layout it asks for (`layout.RELIES_ON`).
+        """Begins a load for a graph that `relies_on` parts of the layout it asks for (`layout.RELIES_ON`).
 
-        It is noted down in the entry, unless the tensor is empty. Its read, if it needs one, has started.
+        The load is noted down in the entry, unless the tensor is empty. If it needs a read, that has started.
 
         Raises: RuntimeError if the tensor was changed in place, was donated before, is lost, or cannot be had in that
         layout; what the start of a read raises.
@@ -100,16 +100,16 @@ class Reader:
             self._end(entry, load)
 
     def _end(self, entry: Entry, load: Load) -> None:
-        """Ends a read that nobody wants any more, and then forgets it: until then it keeps what is being read into.
+        """Ends a read that nobody wants any more, and only then forgets it, because the load holds the memory it fills.
 
-        What it fills goes back to the stream that asked for it, which waits for a copy, so that the host need not.
+        That memory goes back in the order of the stream that asked: it waits for a copy, so that the host need not.
         """
         if load.read and not (isinstance(load.read, Queued) and load.read.abandon()):
             load.read.cancel()
         self._ledger.turn(entry, load, "over")
 
     def follow(self, entry: Entry, load: Load) -> bool:
-        """Whether the device waits for a load's read, in the order of its stream, so that the host need not.
+        """Lets the device's stream wait for a load's read. Returns whether it does: then the host need not.
 
         False for a read whose outcome the host has to see. Takes the lock itself.
         """
@@ -124,7 +124,7 @@ class Reader:
         return True
 
     def complete(self, entry: Entry, load: Load) -> OSError | None:
-        """The last error of a load's read, None if its bytes are there. Waits, and reads again after an error.
+        """Waits for a load's read, and reads again after an error. Returns the last error; None if the bytes are there.
 
         Takes the lock itself.
         """
@@ -141,8 +141,8 @@ class Reader:
         return error
 
     def waits(self) -> Iterator[tuple[str, int, bool, float, int]]:
-        """What a device has waited for since the last call: graph, slot, whether the plan has no memory to read it
-        earlier, seconds, and of how many such waits this is the sample."""
+        """The waits of devices that were not returned before: graph, slot, whether the plan has no memory to read the
+        tensor earlier, seconds, and the number of waits that this one stands for."""
         while self.stalls:
             stall, graph, slot, strict = self.stalls[0]
             seconds = stall.seconds()
@@ -171,7 +171,7 @@ class Reader:
     def _from_memory(self, entry: Entry, layout: TensorMeta, seq: int, consume: bool, relies_on: str) -> Load:
         """The load from memory: the stored tensor is donated if the backward may consume it and nobody else has it.
 
-        Else it is copied. The backward writes into what is donated.
+        Otherwise it is copied. The backward may overwrite what it is donated.
         """
         held = entry.held
         same = layout == entry.seen
@@ -239,8 +239,8 @@ def _may_begin_there(held: Tensor, relies_on: str) -> bool:
     """Whether the backward can read the tensor where it is in its storage.
 
     `as_strided` counts from the start of the storage; only code of Inductor counts from the tensor's address.
-    Its kernels for a device read 16 bytes at a time. It checks the alignment of the storage offset, and not that of the
-    address.
+    Inductor's kernels for a device read 16 bytes at a time. Inductor checks the alignment of the storage offset, and
+    not that of the address.
     """
     if relies_on != "address":
         return held.storage_offset() == 0

@@ -1,13 +1,14 @@
 """Where the bytes of a stored tensor are, and the two functions that change that.
 
-    NEW -+-> RESIDENT --> ENCODING --> WRITING --> ON_DISK --> LOST      each: its handle dies --> NEW
-         |       `-----------v------------'
-         `-----------------> KEPT --> DONATED
+    NEW --> [RESIDENT <-> ENCODING] --> WRITING --> ON_DISK --> LOST      each: its handle dies --> NEW
+     |                |                    |
+     `----------------+--------------------+------> KEPT --> DONATED
 
-`Ledger.move` takes an entry from state to state, `Ledger.turn` a load. Both hold the sums of bytes right, and both bear
-a Ctrl-C: Python notices one where something is called, so neither calls anything between its first change and its last.
-Whatever is interrupted leaves an entry in one of its states, from which the next op, or its death, goes on. Only room
-of the engine can be lost so: on the way back from `alloc`, and on the way into `free`.
+Arrows at the brackets are those of either state. What was just encoded passes through KEPT (`Writer._encode`).
+`Ledger.move` changes the state of an entry, `Ledger.turn` that of a load. Both keep the sums of bytes right, and both
+bear a Ctrl-C: Python raises it where something is called, so neither calls anything between its first change and its
+last. Whatever is interrupted leaves an entry in one of its states, from which the next op, or its death, goes on. Only
+room of the engine can be lost: on the way back from `alloc`, and on the way into `free`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ WAITING = State.RESIDENT, State.ENCODING, State.WRITING
 
 
 Stage = Literal["made", "ahead", "asked", "over"]
-"""How far a load is: nobody has asked for what is read ahead; for what was asked for the graph will wait."""
+"""How far a load is. "ahead": it is read, and nobody has asked for it yet. "asked": the graph will wait for it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +70,7 @@ class Load:
     read: Completion | None  # None: forwarded, so the bytes are there
     seq: int
     same: bool = True  # False: `out` has other strides than the stored tensor, so the elements are copied one by one
-    strict: bool = False  # there is no memory to read it before the plan says
+    strict: bool = False  # the plan has no memory to read it earlier
     stream: Stream | None = None  # of a prefetch: the compute stream whose memory `landing` is
     stage: Stage = "made"
     counted: int = 0  # bytes of it in the sums of the ledger
@@ -99,20 +100,20 @@ class Entry:
     tier: str = ""  # where the plan wants it: "host", "ssd", or "" for either
     binding: bool = False  # the plan needs its memory, so it is never resident
     later: bool = False  # it is resident until the next forward begins, whatever the budget
-    timed: int = 0  # its nodes are timed on the device, and stand for so many runs; 0: they are not
+    timed: int = 0  # the number of runs that its nodes, which are timed on the device, stand for; 0: they are not timed
 
     # State.
     state: Place = State.NEW
-    held: Tensor | None = None  # our reference while we are in memory: an alias of the tensor, or its encoded bytes
+    held: Tensor | None = None  # our reference while it is in memory: an alias of the tensor, or its encoded bytes
     borrowed: bool = False  # `held` is the caller's memory, which the caller may overwrite after the release
-    in_use: bool = False  # the graph has not released it yet, and an account asks for that
+    in_use: bool = False  # the graph has not released it yet; noted only for an account
     encoded: Encoded | None = None
     moved_bytes: int = 0  # that are written and read: fewer than `nbytes` if it is encoded
     extent: Extent | None = None  # while it is written, and when it is on the drive
     ahead: Load | None = None  # its prefetch
     loads: dict[Load, None] = field(default_factory=dict)  # that were asked for and not waited for yet
 
-    write: Completion | None = None  # while it is written, but for the moments before it was made
+    write: Completion | None = None  # while it is written, except before the transfer is made
     address: int = 0  # where the write reads
     on_drive: bool = False  # the write goes to a drive
     early: bool = False  # it is written as soon as possible, and not only when the budget is full
@@ -136,7 +137,7 @@ class Entry:
 
 
 class Ledger:
-    """The entries of one store that are in memory to be written, and the bytes of all that moves.
+    """The entries of one store that are in memory to be written, and the sums of bytes that wait or move.
 
     All methods run under the lock of `entries`.
     """
@@ -149,15 +150,15 @@ class Ledger:
         self.writing_bytes = 0
         self.reading_bytes = 0  # of reads that have begun and were not waited for yet
         self.ahead_bytes = 0  # of these, prefetches that nobody has asked for yet
-        self.in_use_bytes = 0  # of what is resident or being written, and in use
+        self.in_use_bytes = 0  # of tensors that are resident or being written, and in use
         self.unreleased_bytes = 0  # of all tensors in use, wherever they are, but for binding ones
 
     def move(self, entry: Entry, to: Place, held: Tensor | None = None, encoded: Encoded | None = None) -> None:
         """Changes where the bytes of an entry are.
 
-        A write gets room from the engine, and what is neither written nor on the drive any more gives its room back.
-        `held`: what is held from here on, if that changes. After the store it is memory of ours. `encoded`: how it was
-        encoded, if it was just now.
+        A write gets room from the engine. An entry that is neither written nor on the drive any more gives its room
+        back. `held`: the tensor that is held from here on, if it changes. Only at the store it is the caller's memory.
+        `encoded`: how the tensor was encoded just now, if it was.
 
         Raises: OSError if there is no room for a write. Nothing has changed then.
         """
@@ -168,7 +169,7 @@ class Ledger:
         waiting_bytes = self.resident_bytes + self.writing_bytes
         if to is State.WRITING:
             extent = self._engine.alloc(new_bytes, entry.tier)
-        # No call from here on. `was`, `write` and `had` keep alive what a change drops: its end could call something.
+        # No call from here on. `was`, `write` and `had` keep alive what the changes drop: a destructor could be a call.
         if before is not to:
             if before is State.RESIDENT:
                 del self.resident[entry]
@@ -202,14 +203,14 @@ class Ledger:
             self._engine.free(had)
 
     def uses(self, entry: Entry) -> None:
-        """The graph has just stored a tensor, and will release it."""
+        """Records that the graph has just stored a tensor, and will release it."""
         # No call from here on.
         entry.in_use = True
         if not entry.binding:
             self.unreleased_bytes += entry.nbytes
 
     def releases(self, entry: Entry) -> None:
-        """The graph reads the stored tensor no more. One that is not in use is ignored."""
+        """Records that the graph reads a stored tensor no more. Ignores an entry that is not in use."""
         # No call from here on.
         if not entry.in_use:
             return
@@ -220,9 +221,10 @@ class Ledger:
             self.unreleased_bytes -= entry.nbytes
 
     def turn(self, entry: Entry, load: Load, to: Stage) -> None:
-        """Changes how far a load is. A transfer starts behind the turn that makes it known, and ends before the last.
+        """Changes how far a load is.
 
-        Whoever is interrupted in between leaves it to the death of the entry.
+        A transfer starts after the turn to "ahead" or "asked", and ends before that to "over". So an interruption
+        leaves no transfer that nobody knows of: the death of the entry ends it.
         """
         before, was = load.stage, load.counted
         nbytes = entry.moved_bytes if load.read and to in ("ahead", "asked") else 0

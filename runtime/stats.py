@@ -22,10 +22,10 @@ class GraphStats:
         steps: forwards of the graph. A graph for a block may run several times in a training step.
         stores: tensors that were to be stored.
         loads: tensors that the backward asked for.
-        saved_bytes: of the plan, counted at the start of each forward.
+        saved_bytes: what the plan saves, counted at the start of each forward.
         offloaded_bytes: of these, what the plan offloads.
         written_bytes: writes that succeeded, to drives and to host memory.
-        drive_bytes: of these, to drives at once.
+        drive_bytes: of these, what went straight to drives.
         read_bytes: reads that succeeded.
         forwarded_bytes: loads served from memory.
         freed_bytes: stored tensors whose memory was really freed, seen when they are loaded or their handle dies.
@@ -38,8 +38,8 @@ class GraphStats:
         encoded_to_bytes: after compression.
         encoding_error: the largest relative error (root mean square) of a lossy codec, measured at the first tensor of
             each slot.
-        stall_s: seconds that operators waited for I/O. Where a device waits, and no operator, it is a sample: of the
-            first 16 runs each, and then of one in 16 runs.
+        stall_s: seconds that operators waited for I/O. Waits of a device alone are sampled: the first 16 runs are
+            timed, and then one in 16, which counts for all of them.
     """
 
     steps: int = 0
@@ -69,20 +69,20 @@ class Stats(GraphStats):
 
     Attributes:
         steps: training steps. One begins with the first forward after a backward, whatever number of graphs it runs.
-        memory_limit_bytes: of the option `memory`, for all tensors of the device; 0 without it.
+        memory_limit_bytes: what the option `memory` allows all tensors of the device; 0 without it.
         memory_peak_bytes: the most that all tensors had in the last step that ended, under that option.
         memory_stay_bytes: the most that stayed for the backward in that step.
         disk_bytes: the size of the files.
         moved_bytes: written to drives later, when host memory was full.
         drive_bytes_s: what drives get in a second at the present speed, over up to 16 steps; 0 before the third step.
             Steps that compile are not among them.
-        step_s: seconds of a step, over the same steps, with all that the loop does besides.
+        step_s: mean seconds of a step, over the same steps, with all that the training loop does besides.
         drive_tbw: rated endurance of the drives in 10^12 bytes, this rank's share of the option of the last
             compilation; 0 if it is not known.
         compiled_graphs: how often the backend was called; a reset does not change it.
         compiled_since_reset: the same since the last reset.
-        whole_graphs: of `compiled_graphs`, those that keep everything for a reason outside of them. Nothing of them is
-            counted. `whole_why` is the reason of the last one.
+        whole_graphs: of `compiled_graphs`, those that keep everything whatever their plan would be, as in a checkpoint
+            or on several streams. Nothing of them is counted. `whole_why` is the reason of the last one.
         graphs: each graph that ran, by its name.
     """
 
@@ -171,7 +171,7 @@ class Counters(GraphStats):
             self.drive_bytes += nbytes
 
     def encoded(self, from_bytes: int, to_bytes: int, error: float) -> None:
-        """Counts a tensor that was encoded. `error`: the relative one of its slot, as it was measured."""
+        """Counts a tensor that was encoded. `error`: the relative error that was measured for its slot."""
         self.encoded_from_bytes += from_bytes
         self.encoded_to_bytes += to_bytes
         self.encoding_error = max(self.encoding_error, error)
@@ -202,7 +202,7 @@ _SUMMED = [f.name for f in dataclasses.fields(GraphStats) if f.name not in ("ste
 _graphs: dict[str, Counters] = {}
 _clock = StepClock()
 _totals = Stats()
-"""What is not of one graph."""
+"""The counts that belong to no single graph."""
 
 
 def counters(graph: str) -> Counters:
@@ -252,7 +252,7 @@ def rated(drive_tbw: float) -> None:
 
 
 def limited(limit: int, peak: int, stayed: int) -> None:
-    """Takes the limit of memory, and of the last step the most of all tensors and of what stayed, in bytes."""
+    """Takes the limit of memory, and two peaks of the last step: of all tensors, and of what stayed. All in bytes."""
     _totals.memory_limit_bytes = limit
     _totals.memory_peak_bytes = peak
     _totals.memory_stay_bytes = stayed
@@ -287,7 +287,7 @@ def reset_stats() -> None:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """What runs inside counts for nobody."""
+    """Within, all counts are kept apart, and are dropped at the end."""
     global _graphs, _clock, _totals
     before = _graphs, _clock, _totals
     _graphs, _clock, _totals = {}, StepClock(), dataclasses.replace(_totals)

@@ -12,14 +12,14 @@ _numbers = itertools.count(1)
 
 
 class StepClock:
-    """Counts the steps of the process, and what drives got by the time they began.
+    """Counts the steps of the process, and the bytes that drives got in the last ones.
 
     A step starts with the first forward behind a backward: a step of many graphs, or of one graph many times, is one.
     A forward within a backward is a checkpoint's, and starts none.
 
-    `steps`: that have begun. `step`: the number of the last forward's step, which no other step of the process has; 0
-    if it was a checkpoint's. `lasted`: seconds of the last steps, and bytes. Steps in which a graph was compiled or
-    first ran are left out.
+    `steps`: how many have begun. `step`: the number of the last forward's step, which no other step of the process has;
+    0 if it was a checkpoint's. `lasted`: seconds and bytes of each of the last steps. Steps in which a graph was
+    compiled or first ran are left out.
     """
 
     def __init__(self) -> None:
@@ -27,20 +27,20 @@ class StepClock:
         self.steps = 0
         self.step = 0
         self._start = (0.0, 0)
-        self._left_out = 2  # of the starts to come: those that end no step to count
+        self._left_out = 2  # the number of coming starts that end no step to count
         self._number = 0
         self._turned = False
 
     def turn(self) -> None:
-        """A node of a backward ran."""
+        """Notes that a node of a backward ran."""
         self._turned = True
 
     def compiled(self) -> None:
-        """A graph was compiled: ahead of its first forward, which may start the next step."""
+        """Leaves out the steps around a compilation, which comes before a forward that may start the next step."""
         self._left_out = 2
 
     def begin(self, now_s: float, written: Callable[[], int]) -> None:
-        """A forward starts. `written`: says how many bytes drives got so far."""
+        """Notes that a forward starts. `written` returns the bytes that drives got so far."""
         within = _current_graph_task_id() >= 0
         new = not self.steps or (self._turned and not within)
         if new:

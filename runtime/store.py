@@ -54,9 +54,9 @@ class Store:
         self.when_left: Callable[[], None] | None = None  # called under the lock after the death of an entry
 
     def begin(self, graph: str, saved_bytes: int, device: torch.device, step: int, inflight: int = 0) -> None:
-        """A forward of `graph` begins on `device`, in the step of that number, and will save so many bytes.
+        """Prepares for a forward of `graph` on `device`, in step number `step`, that will save `saved_bytes`.
 
-        `inflight`: as many are planned to be on their way out of memory at a time.
+        `inflight`: the bytes that the plan has on their way out of memory at a time.
         """
         GUARD.drain()
         with GUARD.lock:
@@ -71,7 +71,7 @@ class Store:
                 self._drop_ahead()
                 if seen := self.account.seen:
                     stats.limited(seen.limit, seen.peak, seen.stayed)
-        if self.account:  # what has to go for this forward
+        if self.account:  # more may have to go for this forward
             stall = self.writer.make_room(device)
             with GUARD.lock:
                 counters(graph).stall_s += stall
@@ -130,15 +130,15 @@ class Store:
     ) -> None:
         """The release: the graph reads `keepalive`, the stored tensor, no more.
 
-        Where a write is waited for, a copy of a device is waited for by the tensor's stream, and not by the host.
-
         `hand_over`: the caller drops its reference and writes nothing into the memory, so we may hold the tensor.
-        Otherwise a write is waited for, and what is still in memory then moves to memory of ours. A leaf that requires
-        grad does not move: it is its owner's, who may change it through `.data`.
-        `block`: the plan needs the memory, so a write is waited for in any case. `gone_by`: it needs it from the node
-        of the backward with this `seq` on, where it goes if it is still being written; below 0 for none.
+        Otherwise the release waits for a write that runs. If the tensor is still in memory afterwards, because no write
+        ran or it failed, we copy it to memory of ours. A leaf that requires grad is not copied: it is its owner's, who
+        may change it through `.data`.
+        `block`: the plan needs the memory, so the release waits for the write in any case. `gone_by`: the plan needs it
+        from the node of the backward with this `seq` on. A tensor that is still being written then is dropped there;
+        below 0 for none.
 
-        A move that waits for no write comes at once. Else it comes when the write has ended, if it failed.
+        If the write is a copy on a device, the tensor's stream waits for it, and not the host.
 
         Raises: RuntimeError if `keepalive` is not the memory that was stored.
         """
@@ -187,7 +187,7 @@ class Store:
 
         It has the layout `wanted` in the parts that the reader `relies_on` (`layout.RELIES_ON`).
         `consume`: no later backward and no caller needs it, so the stored tensor may be donated. `strict`: the plan
-        has no memory to read it earlier, so we do not learn to, however long the graph waits.
+        has no memory to read it earlier, so the runtime does not learn to, however long the graph waits.
 
         Raises: what `Reader.begin` raises.
         """
@@ -213,7 +213,7 @@ class Store:
             if not self.account:
                 self._record("load", entry, seq, started, where)
                 return load.out
-        stall += self.writer.make_room(entry.device)  # what is copied, or was encoded, is held though it was asked for
+        stall += self.writer.make_room(entry.device)  # what is copied, or was encoded, is still held after the load
         with GUARD.lock:
             self.residency.waited(stall)
             counters(entry.graph).waited("write", entry.slot, stall)
@@ -250,14 +250,14 @@ class Store:
             raise errors.not_read(entry, ATTEMPTS, error) from error
 
     def _drop_ahead(self) -> None:
-        """Ends what is read ahead if more is held than may be from here on."""
+        """Ends all prefetches if more is held than may be held from here on."""
         assert self.account
         if self.ledger.ahead_bytes and self.writer.held_bytes > self.account.allowed(self.writer.outstanding_bytes):
             for entry in entries.of(self):
                 self.reader.drop_ahead(entry)
 
     def _make_way(self, entry: Entry, consume: bool) -> float:
-        """Before a load that makes a tensor: less is outstanding then, so less may be held. The seconds waited."""
+        """Makes room before a load that makes a tensor, because less may be held then. Returns the seconds waited."""
         with GUARD.lock:
             if consume and (entry.ahead or entry.state.where == "memory"):
                 return 0.0
@@ -265,7 +265,8 @@ class Store:
         return self.writer.make_room(entry.device)
 
     def _let_go(self, entry: Entry, seq: int) -> None:
-        """A node of the backward of this entry's run begins: what is being written and is to go by then goes."""
+        """Drops tensors that are still being written, and whose memory the plan needs when node `seq` of the backward
+        of this entry's run begins (`gone_by`)."""
         run = entry.run  # `close` may take it from the entry
         if run is None or not run.going:
             return
@@ -283,9 +284,9 @@ class Store:
         self.writer.release(entry)
 
     def _put_aside(self, entry: Entry) -> None:
-        """Moves what is still in the caller's memory to memory of ours: the caller may overwrite its own from here on.
+        """Copies a tensor in the caller's memory to memory of ours: the caller may overwrite its own from here on.
 
-        So its version says nothing about the stored tensor any more, and is not compared.
+        So the version of the caller's tensor says nothing about the stored one any more, and is not compared.
         """
         if entry.held is not None and entry.borrowed:
             aside = tensors.empty(entry.layout, entry.device)
@@ -306,7 +307,7 @@ class Store:
             self.reader.forget(entry)
         if entry.state in WAITING:
             if isinstance(entry.write, streams.Queued) and entry.held is not None and not is_alone(entry.held):
-                self.habits.freed(entry, False)  # nor would it be at the end of the copy
+                self.habits.freed(entry, False)  # the end of the copy would not free it either
             self.writer.give_away(entry)
         self.writer.in_vain.let_go()  # no op of ours comes behind the last load of a backward
         self.writer.count_out(entry)
@@ -326,7 +327,7 @@ class Store:
                 self.ledger.move(entry, State.LOST)
 
     def close(self) -> None:
-        """Returns when all transfers have ended. Called once, behind `end`; without the lock other graphs go on."""
+        """Returns when all transfers have ended. Called once, after `end`; without the lock, other graphs go on."""
         try:
             self.engine.close()
         finally:
@@ -340,23 +341,23 @@ class Store:
         return found
 
     def _look(self) -> None:
-        """A node of ours begins."""
+        """Lets the account measure, when a node of ours begins."""
         assert self.account
         with GUARD.lock:
             self.account.look()
 
     def _available_bytes(self) -> int:
-        """This rank's share of the free memory; none on a GPU, where steps need what looks free between them."""
+        """This rank's share of the free memory; 0 on a GPU, where the next step needs what looks free between steps."""
         return available_bytes() // self._ranks if self.device.type == "cpu" else 0
 
     def _spare(self) -> int:
-        """The bytes that may be read ahead, because tensors that were resident have left them."""
-        if self.account:  # what the graph has asked for is the graph's, not read ahead
+        """The bytes that may be read ahead: memory that resident tensors have left."""
+        if self.account:  # plus `reading_bytes`, which the prefetcher subtracts: `held_bytes` has the reads ahead
             return max(0, self.account.allowed(0) - self.writer.held_bytes + self.ledger.reading_bytes)
         return self.residency.spare(self.ledger.resident_bytes)
 
     def _learn(self) -> None:
-        """Counts what a device has waited for meanwhile."""
+        """Counts how long devices have waited for reads, and learns from it."""
         for graph, slot, strict, seconds, of in self.reader.waits():
             counters(graph).waited("read", slot, seconds * of)
             if not strict:

@@ -1,4 +1,4 @@
-"""The stores of this process, by their configuration: made at the first use, and ended with their last graph or all.
+"""The stores of this process, by configuration. Each is made at first use, and ends with its last graph or with all.
 
 What concerns all of them is here too: a forward, the child of a fork, the end of the process.
 """
@@ -36,9 +36,9 @@ def get_store(config: str) -> Store:
 
 
 def forward_begins() -> None:
-    """A forward begins, of any options: the backwards of those before come later, so what waits for it is written.
+    """Starts all writes that wait for the next forward, when a forward begins under any options.
 
-    In the capture of a CUDA graph nothing may be written.
+    The backwards of the forwards before come after it. In the capture of a CUDA graph nothing may be written.
     """
     if any(streams.is_captured(store.device) for store in list(stores.values())):
         return
@@ -51,7 +51,7 @@ def forward_begins() -> None:
 
 
 def go_on(but: Store) -> None:
-    """Starts what found no room in flight when the last forward began, of all stores but one."""
+    """Starts writes that found no room in flight when the last forward began, in all stores but one."""
     with GUARD.lock:
         due = [store for store in stores.values() if store is not but and store.writer.due()]
     for store in due:
@@ -108,8 +108,8 @@ def _end(config: Options) -> None:
 
 
 _inherited: list[object] = []
-"""In the child of a fork: what has events of a device. The destructor of a CUDA event would end the child, which cannot
-use CUDA."""
+"""In the child of a fork: the objects with events of a device. They stay, because the destructor of a CUDA event would
+end the child, which cannot use CUDA."""
 
 
 def _after_fork() -> None:
@@ -131,7 +131,7 @@ def _at_exit() -> None:
 
 
 def _let_go() -> None:
-    """For a process that trains no more, or only evaluates: no op comes that would drop what was given away."""
+    """Drops copies in vain that have ended, for a process that trains no more, where no op comes to do so."""
     with GUARD.lock:
         for store in list(stores.values()):
             store.writer.in_vain.let_go()

@@ -33,7 +33,7 @@ LENGTH = 65536
 _events: deque[tuple[Any, ...]] = deque(maxlen=LENGTH)
 
 record = _events.append
-"""Takes the fields of an `Event`, or as many as have no default. The objects are made when somebody asks."""
+"""Takes the fields of an `Event` as a tuple; those with defaults may be missing. The objects are made on demand."""
 
 
 def transfer(

@@ -6,7 +6,7 @@
        `-> kept: leaves that require grad, slots whose tensors somebody else holds (`habits`), and what a
                  checkpoint around the graph drops when it ends, or has just computed again
 
-All methods but `accept`, `make_room` and `go_on` run under the lock of `entries`.
+`accept`, `make_room`, `go_on` and `_encode` are called without the lock of `entries`. All other methods run under it.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class Writer:
         self._peak = peak
         self._encoder = Encoder(config, habits)
         self._inflight = config.inflight_bytes
-        self.planned: dict[torch.device, int] = {}  # bytes that graphs of a device have on their way at a time
+        self.planned: dict[torch.device, int] = {}  # by device, bytes that plans have on their way at a time
         self._caps: dict[torch.device, int] = {}  # asked once: it is a call of the device's library
         self.in_vain = CopiesInVain()
-        self._followed: deque[tuple[streams.Queued, str, int, int, int]] = deque()  # not traced yet; oldest first
+        self._followed: deque[tuple[streams.Queued, str, int, int, int]] = deque()  # untraced copies, oldest first
         self._said_no_memory = False
         self._ended = False
-        self.limit: Callable[[int], int] | None = None  # bytes that may be held while so many are outstanding
+        self.limit: Callable[[int], int] | None = None  # from outstanding bytes to the most that may be held
 
     def accept(self, entry: Entry, x: Tensor) -> float:
-        """The seconds waited because too many bytes were being written already.
+        """Takes the tensor over, and starts every write that is due.
 
-        Takes the tensor over, and starts every write that is due.
+        Returns the seconds waited because too many bytes were being written already.
         """
         with GUARD.lock:
             codec_first = self._hold(entry, x)
@@ -82,9 +82,9 @@ class Writer:
         return self.make_room(x.device)
 
     def make_room(self, device: torch.device) -> float:
-        """Starts every write that is due. The seconds waited, for room in flight or until no more is held than may be.
+        """Starts every write that is due, and waits for room in flight, or until no more is held than may be held.
 
-        Called without the lock.
+        Returns the seconds waited. Called without the lock.
         """
         before = self.go_on()
         if before is None:
@@ -109,7 +109,7 @@ class Writer:
             self._encode(found, self._encoder.codec_of(found), State.WRITING)
 
     def forward_begins(self) -> None:
-        """A forward begins, so what was to be written later may be now."""
+        """Lets tensors that were stored for `later` be written from now on, because a forward begins."""
         for entry in self._ledger.resident:
             entry.later = False
 
@@ -118,7 +118,7 @@ class Writer:
         self.in_vain.let_go()
         while self._followed and self._followed[0][0].done():
             copy, graph, slot, seq, nbytes = self._followed.popleft()
-            outcome(copy)  # now it knows when it was
+            outcome(copy)  # now its span is known
             trace.transfer("write", graph, slot, seq, copy.span(), nbytes, "ok", self._engine.name)
         unfinished = 0
         ended = []
@@ -136,8 +136,8 @@ class Writer:
     def finish(self, entry: Entry, error: OSError | None) -> None:
         """Records the end of a write: the bytes are on disk, or after an error the tensor stays in memory.
 
-        Hazard: `share_memory_` gives the storage other memory, in whatever state the write is. The write may have read
-        the old memory when it was another tensor's, and the checksum is that of these bytes, not of the tensor's.
+        Hazard: `share_memory_` may give the storage other memory during the write. The write may then have read the old
+        memory when it was another tensor's, and the checksum fits these bytes, not the tensor's.
         """
         if error is None and entry.held is not None and entry.held.data_ptr() != entry.address:
             error = OSError(errno.EFAULT, "its storage was given other memory while it was written")
@@ -164,7 +164,7 @@ class Writer:
     def cancel(self, entry: Entry) -> None:
         """Ends an entry's write, or its wait for one. Afterwards nothing reads the tensor's memory.
 
-        It is on disk only if all bytes had been written.
+        The tensor is on disk only if all bytes had been written.
         """
         if entry.state is State.RESIDENT or entry.state is State.ENCODING:
             self._ledger.move(entry, State.KEPT)
@@ -177,27 +177,27 @@ class Writer:
             self.finish(entry, error)
 
     def release(self, entry: Entry) -> None:
-        """The graph needs the tensor no longer, so what is held of it is held for the backward alone."""
+        """Records that the graph needs the tensor no longer: from now on it is held for the backward alone."""
         self._ledger.releases(entry)
 
     @property
     def held_bytes(self) -> int:
-        """What is held for the backward alone: released by the graph and still in memory, or read ahead."""
+        """The bytes that are held for the backward alone: released by the graph and still in memory, or read ahead."""
         ledger = self._ledger
         return ledger.resident_bytes + ledger.writing_bytes + ledger.ahead_bytes - ledger.in_use_bytes
 
     @property
     def outstanding_bytes(self) -> int:
-        """What the graph has released and the backward has not asked for, wherever it is."""
+        """The bytes that the graph has released and the backward has not asked for, wherever they are."""
         return self._peak.nbytes - self._ledger.unreleased_bytes
 
     def give_away(self, entry: Entry) -> None:
         """Ends an entry's write, or its wait for one, because nobody will read it. The tensor may be written into.
 
         A copy that is queued on a stream goes on: nothing can take it back, and the host would wait for all copies
-        before it. What it moves is not read. Until it has ended, or the stream of the memory waits for it, nobody else
-        gets the memory that it reads, and it counts as being written: a host far ahead of its device would else give
-        away more and more.
+        before it. Nobody reads what it moves. Until it has ended, or the stream of the memory waits for it, nobody else
+        gets the memory that it reads, and it counts as being written. Otherwise a host far ahead of its device would
+        give away more and more.
         """
         write, held = entry.write, entry.held
         if isinstance(write, streams.Queued) and write.cannot_fail() and not write.done():
@@ -208,9 +208,9 @@ class Writer:
         self.cancel(entry)
 
     def follow(self, entry: Entry) -> bool:
-        """Whether the tensor's own stream waits for its write from here on, and we hold the tensor no more.
+        """Lets the tensor's own stream wait for its write, and drops the tensor. Returns whether it did.
 
-        So its memory goes back in the order of that stream, and the host waits for nothing. False for a write whose
+        So the memory goes back in the order of that stream, and the host waits for nothing. False for a write whose
         outcome the host has to see.
         """
         write = entry.write
@@ -242,7 +242,7 @@ class Writer:
         self._ledger.releases(entry)
 
     def _hold(self, entry: Entry, x: Tensor) -> str:
-        """The codec that encodes the tensor before it is resident, empty for none."""
+        """Takes a tensor over. Returns the codec that encodes it before it is resident; empty for none."""
         held = counter = versioned_alias(x)
         if entry.layout != entry.seen:  # a view of `counter` would keep the storage for as long as `counter` lives
             held = alias(x, entry.layout)
@@ -281,7 +281,8 @@ class Writer:
     def _encode(self, entry: Entry, name: str, to: Place) -> None:
         """Encodes what an entry holds, without the lock, and then lets it be resident, or starts its write.
 
-        Meanwhile another thread may load the tensor, or bury it. If it had to be copied aside, it is encoded again.
+        Meanwhile another thread may load the tensor, or its entry may die. If it had to be copied aside, it is encoded
+        again.
         """
         with GUARD.lock:
             held = entry.held
@@ -312,7 +313,7 @@ class Writer:
                     self._ledger.move(entry, State.KEPT)
             raise
         finally:
-            del mine  # now: a codec that is queued on a stream reads it until the stream has turned
+            del mine  # now, and not before the end of `in_turn_with`: kernels of the codec may still read it
 
     def due(self) -> Entry | None:
         """The resident entry that should be written next, or None. An early one waits for those before it."""
@@ -324,7 +325,8 @@ class Writer:
         return None
 
     def _too_many(self) -> bool:
-        """Whether more is resident than may be: now, without what is being written, or once the graph releases all."""
+        """Whether more is resident than may be. Under a limit two times count: now, without what is being written, and
+        when the graph has released all."""
         ledger = self._ledger
         if not self.limit:
             return ledger.resident_bytes > self._residency.nbytes
@@ -333,14 +335,14 @@ class Writer:
         return self.held_bytes - ledger.writing_bytes > self.limit(self.outstanding_bytes)
 
     def _cap(self, device: torch.device) -> int:
-        """The most bytes that are written at a time, where the next to be written is of `device`."""
+        """The most bytes that are written at a time, if the next tensor is on `device`."""
         found = self._caps.get(device)
         if found is None:
             found = self._caps[device] = self._inflight or inflight_bytes(device)
         return found if self._inflight else max(found, self.planned.get(device, 0))
 
     def _start_due(self, here: streams.Stream | None = None) -> Completion | Entry | None:
-        """Starts the writes that are due. Returns the write that holds the next one up, or what is to be encoded.
+        """Starts the writes that are due. Returns the write that holds the next one up, or the entry to encode next.
 
         `here`: the stream on which this thread computes, if the caller knows.
         """
@@ -366,7 +368,7 @@ class Writer:
         return None
 
     def _follow_oldest(self) -> bool:
-        """Whether the oldest write goes on without us."""
+        """Lets a stream wait for the oldest write, as `follow`. Returns whether it does."""
         oldest = self._oldest()
         return oldest is not None and self.follow(oldest)
 
@@ -376,7 +378,7 @@ class Writer:
         return self.in_vain.oldest() or (oldest.write if oldest else None)
 
     def _oldest(self) -> Entry | None:
-        """What has been written for longest."""
+        """The entry that has been written for longest; None if there is none."""
         for entry in self._ledger.writing:  # no generator: when it ends it swallows a Ctrl-C
             if entry.write:
                 return entry

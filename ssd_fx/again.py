@@ -3,7 +3,7 @@
     steps are steady -- `_steady` --> a looser plan is predicted to be worth it --> Dynamo forgets the function
     its next call compiles it, as for another reason -- `planned` --> the room to plan for
 
-Nothing changes within compiled code: what waits for its backward has the code of its forward. docs/design.md
+Compiled code does not change: a graph that waits for its backward keeps the code of its forward. docs/design.md
 ("A limit of memory") says why it is done so.
 """
 
@@ -32,20 +32,21 @@ from ssd_fx.sizes import format_bytes, format_seconds
 
 log = logging.getLogger("ssd_fx")
 MOST = 2  # times that a function is compiled again
-PAYS_WITHIN = 1000  # steps: what they gain must be at least what compiling takes
+PAYS_WITHIN = 1000  # steps, which must gain as much time as compiling takes
 
 
 class User:
-    """Uses a store until the new graph does. Else it ended with the old one, and what it has measured were lost."""
+    """Uses a store until the new graph does. Else the store would end with the old graph, and lose what it measured."""
 
 
 @dataclass(eq=False)
 class _Function:
     """A function that was compiled to train.
 
-    `config`: the options of the runtime. `number`: of this compilation. `entries`: how often Dynamo may have compiled
-    the function, so that half of the compilations that it allows are left to others. `rooms`: what it was planned for,
-    in order, beginning with 0. `user`: None until Dynamo has forgotten this compilation. `seconds`: that it took.
+    `config`: the options of the runtime. `number`: Dynamo's number of this compilation. `entries`: how often Dynamo may
+    have compiled the function, so that half of the compilations that it allows are left for other reasons. `rooms`: the
+    rooms that it was planned for, in order, beginning with 0. `user`: None until Dynamo has forgotten this compilation.
+    `seconds`: the time that this compilation took.
     """
 
     config: str
@@ -59,14 +60,14 @@ class _Function:
 
 @dataclass(frozen=True)
 class Room:
-    """What to plan for, as in `PlanOptions.room`. It has to live until the new graph uses its store."""
+    """The room to plan for, as in `PlanOptions.room`. It has to live until the new graph uses its store."""
 
     share: float = 0.0
     user: User | None = field(default=None, repr=False)
     function: _Function | None = field(default=None, repr=False)
 
     def took(self, seconds: float) -> None:
-        """A graph of the function was compiled in so many seconds."""
+        """Adds the seconds in which a graph of the function was compiled."""
         if self.function is not None:
             self.function.seconds += seconds
 
@@ -76,7 +77,7 @@ _LOCK = threading.Lock()
 
 
 def planned(config: str) -> Room:
-    """The room to plan the function for that Dynamo compiles now, to train with the runtime's options `config`."""
+    """The room to plan for, in the function that Dynamo compiles now, to train with the runtime's options `config`."""
     compiling = traced.compilation()
     if compiling is None:
         return Room()
@@ -88,7 +89,7 @@ def planned(config: str) -> Room:
         for each in same:
             if each.number == number:  # one of several graphs, as DDP makes them
                 return Room(each.rooms[-1], function=each)
-        if not compiled_entries(code):  # `torch._dynamo.reset`
+        if not compiled_entries(code):  # after `torch._dynamo.reset`
             known[:] = [each for each in known if each not in same]
             same = []
         now = _Function(config, weakref.ref(code), number, entries_allowed() // 2 - 1)
@@ -103,10 +104,10 @@ def planned(config: str) -> Room:
 
 @dataclass(frozen=True)
 class _Forecast:
-    """Of one forward of a graph and its backward.
+    """What is predicted of one forward of a graph and its backward.
 
-    compute_s: without transfers. again_s: of these, what goes with what is computed again. peak_bytes, stay_bytes: how
-    much higher the peak is with everything kept, and how much more there is between forward and backward.
+    compute_s: seconds without transfers. again_s: those of them that go if nothing is computed again. peak_bytes,
+    stay_bytes: how much more memory keeping everything takes, at the peak and between forward and backward.
     """
 
     compute_s: float
@@ -117,7 +118,7 @@ class _Forecast:
 
 @functools.lru_cache(maxsize=64)
 def _forecast(about: str) -> _Forecast:
-    """Of the plan that a graph carries."""
+    """The forecast of the plan that a graph carries."""
     found = GraphReport.unpacked(about)
     compute_s = found.predicted["compute_s"]
     return _Forecast(
@@ -129,11 +130,11 @@ def _forecast(about: str) -> _Forecast:
 
 
 def _worth(parts: Sequence[_Forecast], room_bytes: int) -> tuple[float, float, float]:
-    """The room as a share of the way to everything kept, rounded down, and what a step is then shorter by: as a share
-    of it, and in seconds.
+    """The room as a share of what keeping everything needs, rounded down, and by how much it shortens a step: as a
+    share of the step, and in seconds.
 
-    A plan gives up first what is dearest to compute again for its bytes. So the share of the time is at least the share
-    of the room.
+    With more room a plan first stops computing again what is dearest for its bytes. So it saves at least that share of
+    the time.
     """
     needed = parts[0].peak_bytes if len(parts) == 1 else sum(part.stay_bytes for part in parts)
     compute_s = math.fsum(part.compute_s for part in parts)
@@ -179,7 +180,7 @@ def _may_forget(function: _Function, share: float) -> bool:
 
 
 def _forget(function: _Function, share: float) -> bool:
-    """Whether Dynamo has forgotten a function."""
+    """Makes Dynamo forget a compiled function. Returns whether it has."""
     code = function.code()
     if code is None:
         return False

@@ -62,7 +62,7 @@ within_ours = threading.local()
 
 
 class NoBackward(ValueError):
-    """A graph that has none, where a survey wants one."""
+    """A graph has no backward, and a survey wants one."""
 
 
 Compiled = Any  # a callable; Inductor types it as whatever any of its modes yields
@@ -95,11 +95,12 @@ def backend(
 
 
 def _register() -> None:
-    """Make `backend` one that Dynamo knows by name, if nobody has used the name yet.
+    """Register `backend` with Dynamo by its name, if nobody has used the name yet.
 
-    After a compilation Dynamo drops its weak references to parameters, but only for such backends and functions called
-    so. These references would forbid `torch.utils.swap_tensors`, with which `Module.to` replaces some parameters.
-    Importing this package must not register it: Dynamo imports it to look the name up, and registers that itself.
+    After a compilation Dynamo drops its weak references to parameters, but only if the backend is registered, or a
+    function of a registered name. These references would forbid `torch.utils.swap_tensors`, with which `Module.to`
+    replaces some parameters. Importing this package must not register the backend: Dynamo imports it to look the name
+    up, and registers the backend itself.
     """
     if NAME not in registry._COMPILER_FNS:
         registry.register_backend(backend, name=NAME)
@@ -116,8 +117,8 @@ def compile_graph(
 ) -> Compiled:
     """Return what `backend` returns. `report` gets the dump of every graph, instead of the option `dump`.
 
-    `survey` gets the first joint graph, and nothing is compiled; without a backward it is a ValueError. Both are
-    pickled with the partitioner, so each must be a function of a module.
+    `survey` gets the first joint graph, and nothing is compiled; without a backward it is a ValueError. `report` and
+    `survey` are pickled with the partitioner, so each must be a function of a module.
     """
     began = time.perf_counter()
     with user_errors():
@@ -208,7 +209,7 @@ def _keep_out_of_packages() -> None:
 def _keeps_all(gm: fx.GraphModule) -> str:
     """Why all tensors of the graph compiled now must stay in memory, with a warning; empty if they need not.
 
-    Empty too within `ssd_fx.checkpoint`, which takes to the drive what a checkpoint saves: nothing is to be said there.
+    Empty too within `ssd_fx.checkpoint`: it takes what the checkpoint saves to the drive itself, so no warning is due.
 
     * The graph computes on several streams. Transfers follow the current one, and Inductor runs the kernel that makes a
       tensor, or reads it, on another. Or it waits for another stream, and the store of an input would stand before the
@@ -261,7 +262,7 @@ def _reported(report: Report, arguments: Sequence[str], made: Rewritten) -> None
 
 
 def plan_options(config: Config, device: torch.device) -> PlanOptions:
-    """What plans of graphs on `device` depend on, but for the graph itself (`_with_modules`)."""
+    """The options of plans for graphs on `device`, without what only a graph tells (`_with_modules`)."""
     return PlanOptions(
         **config.view(PLAN),
         version=source_digest(),
@@ -275,7 +276,7 @@ def plan_options(config: Config, device: torch.device) -> PlanOptions:
 
 
 def _shrinks(config: Config) -> Rates:
-    """What compression on the way to the drives makes of the dtypes whose sizes are known before."""
+    """By dtype, the share of its bytes that compression for the drives leaves of a tensor, where it is known before."""
     codec = dict(config.compression).get("ssd")
     return tuple((dtype_name(dtype), share) for dtype, share in shrinks(codec).items()) if codec else ()
 
@@ -307,7 +308,7 @@ def machine_of(config: Config, device: torch.device) -> Machine:
 
 
 def _source_of_rates(config: Config, device: torch.device) -> str:
-    """Where the rates of `machine_of` come from, which was called before: a word or two before "rates"."""
+    """Where the rates come from that `machine_of` has returned before: a word or two to put before "rates"."""
     if config.machine != "auto":
         return "typical" if config.machine == "default" else "given"
     missing = calibrate.unmeasured(parse(config.runtime_json()), device)

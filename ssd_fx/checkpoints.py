@@ -45,9 +45,9 @@ def checkpoint(
         for block in self.blocks:
             x = ssd_fx.checkpoint(block, x)
 
-    It works in eager mode and around modules that are compiled, by any backend. What is compiled around it, and what
-    runs within another checkpoint, is PyTorch's checkpoint. If the graph breaks within, the call is left to Python, and
-    stores. These arguments stay in memory: what is smaller than `min_bytes`; parameters and other leaves that get a
+    It works in eager mode and around modules that are compiled, by any backend. Inside compiled code, and inside
+    another checkpoint, it is PyTorch's checkpoint. If the graph breaks inside of it, Python makes the call, and stores
+    are made. These arguments stay in memory: what is smaller than `min_bytes`; parameters and other leaves that get a
     gradient; tensor subclasses; those of `kwargs`.
 
     Args:
@@ -72,8 +72,8 @@ def checkpoint(
 
 
 skip_code(checkpoint.__code__)
-"""Where Dynamo cannot trace a checkpoint into the code around it, for a graph break within, Python calls it. Dynamo
-would take that call for the begin of code to compile, in which it is PyTorch's checkpoint."""
+"""If the graph breaks inside a checkpoint, Dynamo cannot trace it into the code around it, and Python calls it. Without
+this, Dynamo would begin to compile at that call, and in compiled code it is PyTorch's checkpoint."""
 
 
 @torch.compiler.disable(reason="it stores, and calls PyTorch's checkpoint")  # type: ignore[untyped-decorator]
@@ -103,7 +103,7 @@ def _marked(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _settings(options: Mapping[str, Any] | None) -> tuple[Config, str]:
-    """All options, and as the JSON in the runtime's operators. Raises: what `check_options` raises."""
+    """All options, and the runtime's as the JSON in its operators. Raises: what `check_options` raises."""
     found = _known.get(repr(options))
     if found is None:
         config = check_options(options)
@@ -130,7 +130,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Kept:
-    """An argument that stays in memory, with its version: under hooks autograd does not compare it."""
+    """An argument that stays in memory, with its version: under hooks autograd does not compare versions."""
 
     tensor: Tensor
     version: int
@@ -158,7 +158,7 @@ class _Arguments:
             ops.begin_(torch.empty(0, dtype=torch.int64, device=device), config, self._graph, saved, offloaded)
 
     def learn(self, made: object) -> None:
-        """A checkpoint of frozen modules is never computed again, so in the next step nothing of it is stored."""
+        """Notes whether `made` needs a gradient. If not, nothing is computed again, so the next step stores nothing."""
         if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(made)):
             _without_gradient.discard(self._name)
         else:

@@ -72,7 +72,7 @@ class Config(Options):
 
 
 def _one_of_memory_and_budget(values: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Take the plan with the lowest peak under `memory`. What is in `given` goes before the environment.
+    """Keep one of `memory` and `budget`; what is in `given` wins over the environment. Under `memory` the budget is 0.
 
     Raises:
         ValueError: both are in `given`, or both in the environment.
@@ -134,7 +134,7 @@ def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",") if part.strip() not in ("", "none", "off")]
         codecs = {tier or "ssd": codec for tier, _, codec in (part.rpartition("=") for part in parts)}
-        given = codecs if len(codecs) == len(parts) else value  # which is none: it names a tier twice
+        given = codecs if len(codecs) == len(parts) else value  # no mapping, so an error: a tier is named twice
     if given in (None, False):
         given = {}
     if not isinstance(given, Mapping) or not all(t in TIERS and c in CODECS for t, c in given.items()):
@@ -200,7 +200,7 @@ def _parse_disk_limit(name: str, value: object) -> int:
 
 
 def _parse_policy(name: str, value: object) -> Policy | None:
-    """A policy of a function, or of the text that says where one is; None for nothing."""
+    """The policy of a function, or of a text that says where one is; None for nothing."""
     if value is None or value == "":
         return None
     try:
@@ -238,4 +238,4 @@ _BY_KIND: dict[str, Callable[[str, object], Any]] = {
     "machine": _parse_machine,
     "ranks": lambda name, value: parse_ranks(name, value, os.environ),
 }
-"""How an option is read, by the kind that `Options` notes of it."""
+"""The function that reads an option, by the kind that `Options` notes of it."""

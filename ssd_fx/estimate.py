@@ -64,13 +64,13 @@ def estimate(
         inputs: a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
         budgets: each as the option `budget`; one of them or several.
         options: those of `ssd_fx.Config`; `dynamic` and `mode` are those of `torch.compile`.
-        memory: as the option, in bytes ("8GiB"): a row of what it would do, and what else fits. None for that of the
-            options.
+        memory: a size such as "8GiB". The table then has a row for the option `memory`, and says which rows fit. None:
+            the size in the options, if there is one.
         drive_tbw: a number of TB that all drives of the node are rated for; 0 for that of the options.
-        batch: another batch size than that of the inputs, if they have it first.
+        batch: another batch size than that of the inputs. It has to be their first size.
         optimizers: one or several, whose state counts.
-        rivals: predict what needs no drive, too: a checkpoint around each layer of the model, and PyTorch's
-            `activation_memory_budget`. The first traces the model once more. `model` is as before in the end.
+        rivals: also predict ways that need no drive: a checkpoint around each layer of the model, and PyTorch's
+            `activation_memory_budget`. The checkpoints take one more trace of `model`, which is not changed.
 
     It calls `torch._dynamo.reset()`, so what the process compiled before is compiled again when it runs next.
 
@@ -106,7 +106,7 @@ def of_call(
 
 @dataclass(frozen=True)
 class Asked:
-    """What a table is to say. memory: a limit in bytes. drive_tbw: 0 for that of the options. Both override these."""
+    """What a table is to say. memory: a limit in bytes; None for that of the options. drive_tbw: 0 for theirs."""
 
     budgets: tuple[Budget, ...]
     memory: int | None = None
@@ -115,7 +115,7 @@ class Asked:
 
     @staticmethod
     def of(budgets: Iterable[Budget], memory: int | str | None, drive_tbw: object, *, rivals: bool) -> Asked:
-        """Raises: ValueError: a budget or a size that is none, or no budget."""
+        """Reads the arguments of `estimate`. Raises: ValueError: a budget or a size that is none, or no budget."""
         parsed = tuple(parse_budget("budget", budget) for budget in budgets)
         if not parsed:
             raise ValueError("budgets is empty; right would be e.g. [0, 0.5]")
@@ -135,7 +135,7 @@ class Asked:
     ) -> Estimate:
         """What the step would need, beside parameters, buffers and inputs of so many bytes.
 
-        optimizers: whose state counts; None if there will be one. others: bytes of what is there beside all these.
+        optimizers: those whose state counts; None if there will be one. others: bytes of all other tensors.
         """
         first, runs = step.calls[0], step.runs
         config = check_options(first.settings.get("options"))
@@ -170,7 +170,7 @@ class Asked:
 
 
 def _known(optimizers: Sequence[torch.optim.Optimizer] | None) -> Optimizers | None:
-    """What there is to know of the optimizers, with a warning of each whose state is guessed."""
+    """What is known of the optimizers. Warns of each whose state is guessed."""
     found = None if optimizers is None else optimizers_of(optimizers) or Optimizers("", 0, 0)
     for name, why in () if found is None else found.guessed.items():
         text = f"the state of {name} is taken to be as large as that of Adam, for {why}"
@@ -179,7 +179,7 @@ def _known(optimizers: Sequence[torch.optim.Optimizer] | None) -> Optimizers | N
 
 
 def _rivals(step: TrainingStep, there: int) -> tuple[tuple[Prediction, ...], str]:
-    """What needs no drive, and a note about it. `there`: bytes that are there before the step."""
+    """The predictions of ways that need no drive, and a note about them. `there`: bytes that live before the step."""
     plans, note = _under_checkpoints(step, layers_of(*step.models))
     first = [_prediction(CHECKPOINT, plans, there)] if plans else []
     shares = [_prediction(budgeted(s), [run.alone[i] for run in step.runs], there) for i, s in enumerate(SHARES)]
@@ -229,10 +229,10 @@ def parsed_batch(value: int | str) -> int:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one graph: `own`: what the analyses found in PyTorch's partition; `plans`: one for every budget; `alone`: with
-    everything kept, one for every share of PyTorch's budget.
+    """The plans of one graph. `own`: what the analyses found in PyTorch's partition. `plans`: one for every budget.
+    `alone`: with everything kept, one for every share of PyTorch's budget.
 
-    `lowest`: the plan for budget 0, and `parts`: what it needs. `rates`: as in `Estimate`.
+    `lowest`: the plan for budget 0. `parts`: what that needs. `rates`: as in `Estimate`.
     """
 
     own: Plan
@@ -255,10 +255,10 @@ def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, 
 
 
 def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, ...]:
-    """What the option `memory` makes of the plans for budget 0; nothing if not even those fit.
+    """The row of the option `memory`, made of the plans for budget 0; nothing if not even those fit.
 
-    `room`: of the limit, above the level before the step, where there are `there` bytes. What the plans leave of it
-    stays in memory and is not written, and what that would cost is saved in proportion.
+    `there`: bytes that live before the step. `room`: what the limit leaves above them. Tensors that fill what the plans
+    leave of the room stay in memory and are not written. The cost of transfers falls in proportion.
     """
     found, row = [replay_of(plan) for plan in lowest], _prediction(MEMORY, lowest, there)
     everything = highest([each.step.everything for each in found], [plan.saved_bytes for plan in lowest])
@@ -308,11 +308,10 @@ def _must_stay(plan: Plan) -> int:
 
 
 def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Prediction:
-    """What is predicted of a step that runs graphs with these plans. `beside`: bytes that are there before the step.
+    """What is predicted of a step that runs graphs with these plans. `beside`: bytes that live before the step.
 
-    While a graph runs, what those before it leave in memory is there as well. A budget in bytes is no part of a plan,
-    which is one under a limit that is higher by so much. The runtime lets so many bytes of what was stored last stay
-    over all graphs, unwritten.
+    While a graph runs, what the graphs before it leave in memory is there as well. A budget in bytes only raises the
+    limit of a plan. It is the runtime that lets so many bytes stay, unwritten: those stored last, over all graphs.
     """
     found = [replay_of(plan) for plan in plans]
     last = plans[-1].limits

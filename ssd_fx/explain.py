@@ -1,4 +1,4 @@
-"""The report before training and after steps; the first one with plans and rewritten graphs as values."""
+"""Reports: before training, with plans and rewritten graphs as values (`explain`), and after steps (`report`)."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ def _without_plans(graphs: Iterable[str]) -> str:
 
 
 _turn = threading.RLock()
-"""Of one thread at a time: what is taken, and the counts that are put aside, are the process's."""
+"""Lets one thread explain at a time: the dumps in `_taken`, and the counts that are put aside, are the process's."""
 
 _taken: dict[str, Explanation] = {}
-"""By graph, in the order in which they were compiled. Global, because `_take` is pickled and may own no state."""
+"""The dumps by graph, in the order of compilation. Global, because `_take` is pickled and may own no state."""
 
 
 def _take(dump: Explanation) -> None:

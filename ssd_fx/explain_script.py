@@ -55,14 +55,14 @@ def _report(step: TrainingStep) -> Report:
 
 
 def _look(budget: Budget | None, gm: fx.GraphModule) -> Look[GraphReport]:
-    """What looks at the joint graph of a Dynamo graph, with the user's names of its inputs."""
+    """The function that looks at the joint graph of a Dynamo graph. It has the user's names of the inputs."""
     return partial(_described, budget, traced.arguments(gm), traced.function())
 
 
 def _described(
     budget: Budget | None, arguments: Sequence[str], function: str, joint: Joint, options: PlanOptions
 ) -> GraphReport:
-    """What `describe` says of the plan under `budget`, or of the options' if that is None.
+    """What `describe` says of the plan under `budget`, or under the options' budget if that is None.
 
     `arguments` and `function` as in `describe`.
     """

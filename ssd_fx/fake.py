@@ -114,13 +114,14 @@ def batch_of(call: tuple[Any, Any]) -> int | None:
 def first_state(optimizer: torch.optim.Optimizer, new: Collection[torch.Tensor]) -> dict[int, int]:
     """Bytes of the state that the next step makes for parameters that have none yet, by their ids.
 
-    A copy without memory takes that step, with one of those that are alike. No hook of a step is called.
+    A copy of the optimizer takes that step, on tensors without memory: one for all parameters that are alike. Hooks of
+    a step are not called.
 
     Raises: anything, as the code of the optimizer's step runs on tensors without data.
     """
     asked, mode = set(map(id, new)), FakeLarge()
     mode.fake = next((p.fake_mode for p in new if isinstance(p, FakeTensor)), mode.fake)
-    first = dict[Any, torch.Tensor]()  # of those that are alike
+    first = dict[Any, torch.Tensor]()  # of parameters that are alike
     made, groups, kinds = copy.copy(optimizer), [], dict[int, Any]()
     with _disable_current_modes(), torch.no_grad():
         with FakeCopyMode(mode.fake):
@@ -141,5 +142,5 @@ def first_state(optimizer: torch.optim.Optimizer, new: Collection[torch.Tensor])
 
 
 def nbytes_of(tree: Any) -> int:
-    """Of all tensors in a tree; of sharded ones those of this rank."""
+    """The bytes of all tensors in a tree; of sharded ones the part of this rank."""
     return sum(int(getattr(x, "_local_tensor", x).nbytes) for x in tree_leaves(tree) if isinstance(x, torch.Tensor))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_LEAST, _MOST = 1e-9, 1e9  # of what is counted; far beyond, products and quotients are no floats any more
+_LEAST, _MOST = 1e-9, 1e9  # drives that a GPU may have; far beyond, products and quotients are no floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Drives:
 
     @property
     def rated_tb(self) -> float:
-        """What they may be written in all, as rated, in 10^12 bytes."""
+        """The bytes that all drives together are rated to be written, in 10^12."""
         return self.count * self.drive.tbw
 
 
@@ -74,8 +74,8 @@ class Hardware:
     drives: Drives
 
     def rates(self) -> dict[str, float]:
-        """What a plan is made with (the option `machine`) for a GPU that is not here. In 16 bits, alone with its
-        drives."""
+        """The rates to plan with (the option `machine`) for a GPU that is not here. It computes in 16 bits, and shares
+        its drives with nobody."""
         return {
             "flops": _MEASURED_FLOPS * self.device.peak_tflops * 1e12,
             "memory_bw": _MEASURED_MEMORY * self.device.memory_gbps * 1e9,

@@ -5,7 +5,8 @@ An option is named here alone. The planner and the runtime read the same class, 
     Config.make({...})  --view(PLAN)-->     PlanOptions   in the keys of compile caches
                         --runtime_json-->   Options       in the arguments of the operators, as JSON
 
-What a view leaves out has its default there, so that a change of it compiles nothing again and makes no second store.
+An option that a view leaves out has its default there. So a change of it compiles nothing again, and makes no second
+store.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ssd_fx.policy import Policy
 from ssd_fx.ranks import Ranks, dealt, in_a_directory, on_a_drive
 
 PLAN, RUNTIME = "plan", "runtime"
-"""Who reads an option, besides the front door."""
+"""Who reads an option: the planner or the runtime. The backend itself reads them all."""
 
 Tier = Literal["ssd", "host"]
 TIERS: tuple[Tier, Tier] = ("ssd", "host")
@@ -156,7 +157,7 @@ class Options:
             raise ValueError(f"ranks must be > 0, not {self.ranks.count}")
 
     def __hash__(self) -> int:
-        """Of two fields: every store looks up its options, and that of all fields takes longer than the rest of it."""
+        """Hashes two fields only: every store looks up its options, and hashing all takes longer than the rest."""
         return hash((self.engine, self.dirs))
 
     @property
@@ -226,10 +227,10 @@ class Options:
         return f"{self.ranks}: {own}; host_budget {self.own_host_budget} B, disk_limit {self.own_disk_limit} B"
 
     def digest(self) -> str:
-        """Of the options under which equal graphs have different plans or counts; the same for all ranks of a node."""
-        apart = ("dirs", "allow_tmpfs", "disk_limit", "drive_tbw", "dump", "ranks")  # of the node, or of where
+        """A digest of the options by which plans or counts of equal graphs differ; the same for all ranks of a node."""
+        apart = ("dirs", "allow_tmpfs", "disk_limit", "drive_tbw", "dump", "ranks")  # of the node, or of where files go
         chosen = {f.name: getattr(self, f.name) for f in fields(Options) if f.name not in apart}
-        for name in ("memory", "policy"):  # without one graphs have the names that they had before there was one
+        for name in ("memory", "policy"):  # where unset, graphs keep the names from before the option
             if not chosen[name]:
                 del chosen[name]
         return hashlib.sha256(repr(chosen).encode()).hexdigest()
@@ -246,9 +247,9 @@ class Options:
         if isinstance(self.budget, float):
             sent["budget"] = 0  # a share is a matter of the plan
         if self.budget != "auto":
-            del sent["slowdown"]  # only there the runtime changes what stays
+            del sent["slowdown"]  # only under "auto" the runtime changes what stays
         if self.budget != "auto" and not self.memory:
-            del sent["ranks"]  # else they share free memory
+            del sent["ranks"]  # only under these two ranks share free memory
         if not self.memory:
             del sent["memory"]
         return json.dumps(sent, sort_keys=True, separators=(",", ":"))
@@ -256,6 +257,6 @@ class Options:
 
 @functools.cache
 def noted() -> dict[str, tuple[str, ...]]:
-    """Of each option, by name: its kind, by which `config.py` reads it, and its readers."""
+    """The notes of each option, by name: its kind, by which `config.py` parses it, and its readers."""
     hints = get_type_hints(Options, include_extras=True)
     return {f.name: hints[f.name].__metadata__ for f in fields(Options)}

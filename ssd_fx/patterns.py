@@ -33,8 +33,8 @@ _matched: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 def check(patterns: Sequence[str], graph_module: fx.GraphModule, own: Mapping[str, nn.Module]) -> None:
     """Compare patterns with the names of modules in the graph, in reach and running. `own`: the graph's `roots`.
 
-    A pattern may name modules of this graph only by their names in a running model. It cannot be obeyed, because the
-    compiled code may serve every module of that class. It is a RuntimeWarning.
+    If a pattern names modules of this graph only by their names in a running model, it cannot be obeyed, because the
+    compiled code may serve every module of that class. That is a RuntimeWarning.
 
     Raises:
         ValueError: a pattern names no module; the message has similar names.

@@ -57,7 +57,7 @@ class Policy:
 
     @staticmethod
     def of(function: Callable[[SavedTensor], object]) -> Policy:
-        """With the identity that `uuid()` gives it, as a custom pass of Inductor has one."""
+        """The policy of a function, with the identity that its `uuid()` gives, as for a custom pass of Inductor."""
         name = str(getattr(function, "__qualname__", type(function).__qualname__)).replace("<locals>.", "")
         given = getattr(function, "uuid", None)
         uuid = given() if callable(given) else given
@@ -89,14 +89,14 @@ class Policy:
 
 _count = itertools.count(1)
 _numbers: dict[tuple[int, object], int] = {}
-"""By the address of the function, or of the object and the function of a bound method, which is new at every lookup."""
+"""By the address of a function. A bound method is new at every lookup, so by its object's address and its function."""
 _held: list[object] = []
-"""What cannot be referred to weakly, so that no other one gets its address."""
+"""Objects that cannot be referred to weakly. They are kept, so that no other one gets their address."""
 _lock = threading.Lock()
 
 
 def _number_of(function: object) -> int:
-    """That of a function without a `uuid()`, for as long as it lives. No other one ever gets the same."""
+    """The number of a function without a `uuid()`, for as long as it lives. No other function ever gets the same."""
     owner, of = (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
     key = id(owner), of
     with _lock:

@@ -18,7 +18,7 @@ class Refused(Exception):
 
 @contextmanager
 def refusing(status: int) -> Iterator[None]:
-    """Within, a ValueError or an OSError ends the command. Nothing is printed within: that fails for other reasons.
+    """Within, a ValueError or an OSError ends the command. Results are printed outside: that fails for other reasons.
 
     Raises:
         Refused: what the error says.

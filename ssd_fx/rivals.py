@@ -1,4 +1,4 @@
-"""What needs less memory without a drive: the ways of PyTorch that a table has beside ours.
+"""Ways of PyTorch that need less memory without a drive. A table has them beside ours.
 
 A rival is the same model, trained with a checkpoint around each of its layers, or cut by PyTorch under its
 `activation_memory_budget`. All that its own forward saves then stays in memory.
@@ -42,18 +42,17 @@ def kept(joint: Joint, options: PlanOptions) -> Plan:
 
 
 def kept_under(share: float, joint: Joint, options: PlanOptions) -> Plan:
-    """`kept` of the partition that PyTorch makes under a share of its `activation_memory_budget`; `joint` stays."""
+    """`kept`, of the partition that PyTorch makes under a share of its `activation_memory_budget`. Copies `joint`."""
     with functorch_config.patch(activation_memory_budget=share):
         return kept(joint.copy(), options)
 
 
 def layers_of(*models: Callable[..., Any]) -> list[nn.Module]:
-    """The layers that one puts a checkpoint around: the modules of one class that some container has most of.
+    """The modules to put checkpoints around: those of the class of which some container has the most.
 
-    A container is a ModuleList, ModuleDict or Sequential, and so are the modules among `models`, which may be blocks
-    that are called one by one. PyTorch's own modules without parts, such as Linear, are no layers. All modules of that
-    class within containers are, but for those that are within another one. Empty if no container has two. Of a function
-    those are meant that it refers to.
+    Containers are every ModuleList, ModuleDict and Sequential, and `models` itself, which may be blocks that are called
+    one by one. PyTorch's own modules without parts, such as Linear, are no layers, nor are modules within a layer.
+    Empty if no container has two modules of a class. A function stands for the modules that it refers to.
     """
     roots = [r for model in models for r in ([model] if isinstance(model, nn.Module) else _referred(model))]
     kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

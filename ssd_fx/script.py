@@ -1,7 +1,7 @@
 """Runs a training script up to its first backward, with large tensors that have no data (`fake.FakeLarge`).
 
-Each graph of what it compiles with ssd_fx is looked at where it would be compiled, and then runs as it is. At the first
-backward behind a call that trains the script ends. What it prints goes to the standard error.
+Each graph of what it compiles with ssd_fx is looked at where it would be compiled, and then runs as it is. The script
+ends at the first backward after a call that trains. What it prints goes to the standard error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 class _Ended(BaseException):
     """Ends a script, at a backward or for an error; no `except Exception` of the script may catch it.
 
-    refused: the step cannot be told of for that error.
+    refused: because of `error`, nothing can be said of the step.
     """
 
     def __init__(self, error: Exception | None = None, *, refused: bool = False) -> None:
@@ -58,7 +58,7 @@ class _Ended(BaseException):
 
 
 class _Values(fake.FakeLarge):
-    """As it is, and where the script wants the value of a tensor without data, it ends once `begun` says so."""
+    """Like `FakeLarge`, but ends the script if it wants the value of a tensor without data and `begun()` is true."""
 
     def __init__(self, begun: Callable[[], bool]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _Values(fake.FakeLarge):
 class _Script:
     """A running script: what it has compiled with ssd_fx, and its step.
 
-    look: what looks at the joint graph of a Dynamo graph. options: go over those of the script.
+    look: returns for a Dynamo graph the function that looks at its joint graph. options: override the script's.
     """
 
     def __init__(self, look: Callable[[fx.GraphModule], Look[Any]], options: Mapping[str, Any]) -> None:
@@ -86,11 +86,11 @@ class _Script:
         self.trained = False  # a backward came without a call of what is compiled with ssd_fx
         self.step = TrainingStep()
         self.fake = _Values(lambda: self.called)
-        self._looks = self._calls = False  # now
-        self._runs: list[Any] = []  # of the call that runs now
+        self._looks = self._calls = False  # whether a graph is looked at now, and whether compiled code is called now
+        self._runs: list[Any] = []  # what was found of each graph of the call that runs now
         self._known: dict[tuple[int, ...], ModelCall] = {}  # by what was found of their graphs
-        self._made: dict[int, torch.UntypedStorage] = {}  # that graphs have returned, without a gradient
-        self._others = _storages("cpu")  # of who runs the script
+        self._made: dict[int, torch.UntypedStorage] = {}  # storages that graphs have returned, without a gradient
+        self._others = _storages("cpu")  # storages of this process from before the script
         self._bound: dict[int, tuple[Any, Callable[..., Any]]] = {}  # what stands in for partials of our backend
 
     def stand_in(self, model: Any = None, **settings: Any) -> Any:
@@ -116,7 +116,7 @@ class _Script:
         return made
 
     def _backend(self, given: Any) -> Callable[..., Any]:
-        """The same for the same backend: Dynamo shares graphs among blocks that are compiled alike."""
+        """What stands in for a backend, one for each: Dynamo shares graphs among blocks that are compiled alike."""
         if not isinstance(given, partial):
             return self._surveying
         return self._bound.setdefault(id(given), (given, partial(self._surveying, **given.keywords)))[1]
@@ -153,7 +153,7 @@ class _Script:
         """Run what is compiled, and note the call.
 
         Raises:
-            _Ended: it fails behind a graph.
+            _Ended: it fails after a graph has run.
         """
         if not self.called:
             model = uncompiled(call.model)
@@ -204,7 +204,7 @@ class _Script:
 
 
 def _storages(device_type: str) -> dict[int, torch.UntypedStorage]:
-    """Of all tensors of the process on such a device, with and without data."""
+    """The storages of all tensors of the process on such a device, with and without data."""
     return storages(fake.PLAIN, device_type)
 
 
@@ -247,11 +247,12 @@ def until_trained(
 ) -> TrainingStep:
     """Run a script until the first backward of what it compiles with ssd_fx, and return its step.
 
-    look: returns, for a Dynamo graph, what looks at its joint graph, and is pickled. options: go over the script's.
+    look: returns for a Dynamo graph the function that looks at its joint graph, which is pickled. options: override the
+    script's.
 
     Raises:
         ValueError: no script, it failed, or it has compiled nothing that trains.
-        ValueError, OSError: what is raised by what looks.
+        ValueError, OSError: what the function raises that looks.
     """
     if not os.path.isfile(path):
         raise ValueError(f"{path!r} is no file; right would be a Python script that trains")

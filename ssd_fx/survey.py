@@ -2,7 +2,7 @@
 
     model, inputs -> Dynamo -> graph -> AOTAutograd -> joint graph -> what looks at it -> the end of the compilation
 
-Everything up to there is what `backend` does with the same options.
+Up to the joint graph everything is as `backend` does it with the same options.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelCall:
     runs: tuple[Any, ...] = ()
 
     def found(self, look: Look[T]) -> T:
-        """What is found in its one graph, which is traced once more. Raises: as `surveyed`."""
+        """What `look` finds in the model's one graph, which is traced once more. Raises: as `surveyed`."""
         chosen = {name: self.settings.get(name) for name in ("options", "dynamic", "mode")}
         return surveyed(uncompiled(self.model), (self.args, self.kwargs), look, **chosen)
 
@@ -52,9 +52,9 @@ class ModelCall:
 class TrainingStep:
     """A step up to its backward.
 
-    calls: one that ran the same graphs as an earlier one is that one. models: all that was called, and the modules that
-    were passed in. inputs: the storages that were there before the step. optimizers: those that were made before. note:
-    how it ended, where that was not at a backward.
+    calls: a call that ran the same graphs as an earlier one is the same object. models: all that were called, and the
+    modules that were passed to them. inputs: the storages that its graphs got and did not make. there: all storages on
+    the device before the first call. optimizers: those that were made. note: how it ended, if not at a backward.
     """
 
     calls: list[ModelCall] = field(default_factory=list)
@@ -70,13 +70,13 @@ class TrainingStep:
         return [run for call in self.calls for run in call.runs]
 
     def found(self, look: Look[T]) -> list[T]:
-        """What is found in each call's one graph, which is traced once more, those of equal calls once."""
+        """What `look` finds in the one graph of each call. It is traced once more, for equal calls together."""
         traced = {at: call.found(look) for at, call in {id(call): call for call in self.calls}.items()}
         return [traced[id(call)] for call in self.calls]
 
     @property
     def other_bytes(self) -> int:
-        """Of what the script had, beside the inputs and the state of optimizers."""
+        """The bytes that the script had before the step, beside the inputs and the state of optimizers."""
         state = tree_leaves([list(each.state.values()) for each in self.optimizers])
         owned = self.inputs | {x.untyped_storage()._cdata: x for x in state if isinstance(x, torch.Tensor)}
         return sum(storage.nbytes() for at, storage in self.there.items() if at not in owned)
@@ -90,12 +90,12 @@ def surveyed(
     dynamic: bool | None = None,
     mode: str | None = None,
 ) -> T:
-    """What is found in a model's one joint graph. Nothing is compiled, and nothing runs.
+    """What `look` finds in a model's one joint graph. Nothing is compiled, and nothing runs.
 
     `call`: positional and keyword arguments. `options`: of ssd_fx; `dynamic`, `mode`: as in `torch.compile`.
 
     Raises:
-        ValueError: the model does not compile as one graph with a backward; and what is raised by what looks.
+        ValueError: the model does not compile as one graph with a backward; and what `look` raises.
     """
 
     def backend(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], **given: Any) -> Any:
@@ -124,10 +124,10 @@ def surveyed(
 def survey(
     gm: fx.GraphModule, inputs: Sequence[torch.Tensor], look: Look[T], options: Mapping[str, Any], mode: str | None
 ) -> T | None:
-    """What is found in the joint graph of a Dynamo graph; None if it has no backward. As a backend calls it.
+    """What `look` finds in the joint graph of a Dynamo graph; None if it has no backward. For use in a backend.
 
     Raises:
-        ValueError: nothing of the graph may be offloaded; and what is raised by what looks.
+        ValueError: nothing of the graph may be offloaded; and what `look` raises.
     """
     try:
         with suppress(NoBackward):
@@ -147,9 +147,11 @@ class _Surveyed(BaseException):
 
 
 def _survey(look: Look[T], joint: Joint, options: PlanOptions, keeps_all: bool) -> NoReturn:
-    """Raises:
-    _Surveyed: always, with what `look` finds, unless there is an error.
-    ValueError: the graph is one of several, or nothing of it may be offloaded.
+    """Look at a joint graph, and end the compilation.
+
+    Raises:
+        _Surveyed: always, with what `look` finds, unless there is an error.
+        ValueError: the graph is one of several, or nothing of it may be offloaded.
     """
     if joint.is_nested:
         raise ValueError(
@@ -165,7 +167,7 @@ def _survey(look: Look[T], joint: Joint, options: PlanOptions, keeps_all: bool) 
 
 
 def uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
-    """What the user wrote, of the result of `torch.compile`, or of what `Module.compile` hands to it."""
+    """The user's model behind the result of `torch.compile`, or behind what `Module.compile` hands to it."""
     if getattr(model, "__func__", None) is torch.nn.Module._call_impl:
         return model.__self__  # type: ignore[attr-defined, no-any-return]
     return getattr(model, "_orig_mod", model)
@@ -182,7 +184,7 @@ def _not_in_place(model: Callable[..., Any]) -> Iterator[None]:
 
 
 def _logging() -> set[Callable[..., Any]]:
-    """What only tells people something. Libraries add methods to loggers, so they are looked up late."""
+    """The functions that only print or log. Libraries add methods to loggers, so these are looked up late."""
     return {print, *(each for each in vars(logging.Logger).values() if callable(each))}
 
 

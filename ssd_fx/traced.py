@@ -86,7 +86,7 @@ def annotation_digest(graph_module: fx.GraphModule, *, names: bool) -> str:
 
 
 def translator() -> Any:
-    """What translates the function that Dynamo is compiling; None outside of Dynamo."""
+    """Dynamo's translator of the function that it is compiling; None outside of Dynamo."""
     return getattr(tls, "current_tx", None)
 
 

@@ -32,11 +32,11 @@ class Habit:
     wasted: int = 0  # steps in a row in which it was written in vain
     stalled: int = 0  # waits in a row that were stalls
     keep: bool = False  # do not write it
-    plain: dict[str, int] = field(default_factory=dict)  # codecs that could not make it smaller: stores without them
+    plain: dict[str, int] = field(default_factory=dict)  # by codec that did not shrink it: stores left without it
     error: float | None = None  # the relative error of its lossy encoding, None until it was measured
 
     def is_plain(self, codec: str) -> bool:
-        """Whether this store does without a codec, because an earlier tensor of the slot became no smaller by it."""
+        """Whether this store skips a codec that did not shrink an earlier tensor of the slot. Counts the store."""
         left = self.plain.pop(codec, 0)
         if left > 1:
             self.plain[codec] = left - 1
@@ -48,9 +48,9 @@ class Habits:
     """The habits of all slots of one store. Without `adapt` they are noted, and change nothing."""
 
     adapt: bool
-    late: dict[tuple[str, int], None] = field(default_factory=dict)  # (graph, slot) to read before the plan says
+    late: dict[tuple[str, int], None] = field(default_factory=dict)  # (graph, slot): to be read earlier than planned
     _slots: dict[tuple[str, int], Habit] = field(default_factory=dict)
-    _unread: dict[str, tuple[int, int]] = field(default_factory=dict)  # by graph: one slot, and its deaths in a row
+    _unread: dict[str, tuple[int, int]] = field(default_factory=dict)  # by graph: a slot, its unread deaths in a row
     _told: set[str] = field(default_factory=set)  # graphs without a backward that the log has named
 
     def of(self, graph: str, slot: int) -> Habit:
@@ -59,16 +59,16 @@ class Habits:
         return found if found is not None else self._slots.setdefault((graph, slot), Habit())
 
     def asked(self, entry: Entry) -> None:
-        """Records that a backward asks for an entry, which is where it was."""
+        """Records that a backward asks for an entry. Called before the load changes where its bytes are."""
         entry.asked = True
         self._unread.pop(entry.graph, None)
         self.judge(entry)
 
     def dies(self, entry: Entry) -> None:
-        """Records that an entry dies, whose I/O has not ended yet.
+        """Records that an entry dies. Called before its I/O is ended.
 
-        It may have been written, or being written, and no backward loaded it. Each forward stores a slot once, so the
-        deaths of one slot count the forwards.
+        For each graph it counts the entries of one slot that went to the engine and that no backward loaded. A forward
+        stores a slot once, so these are forwards without a backward.
         """
         graph, slot = entry.graph, entry.slot
         counted, deaths = self._unread.get(graph, (slot, 0))
@@ -94,7 +94,7 @@ class Habits:
             )
 
     def judge(self, entry: Entry) -> None:
-        """Learns whether writing an entry freed memory, or would have freed memory if it was not written.
+        """Learns whether writing an entry freed its memory, or would have, if it was not written.
 
         Called when it is loaded, and when its I/O has ended because it dies. A slot that is not written is written
         again once nobody else holds its tensor.

@@ -3,11 +3,11 @@
 `Peak` forecasts how many bytes a step has outstanding.
 
 A plan is made for predicted rates. A drive that is slower, or busy with others' work, makes the graph wait. Then more
-tensors rest in memory, as many bytes as the drive could not move in time. While the graph does not wait, fewer bytes
+tensors stay in memory: as many bytes as the drive could not move in time. While the graph does not wait, fewer bytes
 are tried now and then. Nothing is compiled again. Source: the adaptive offloading of SSDTrain (arXiv 2408.10013).
 
-What is more than the budget takes at most half of the memory that would be free without it. Free memory is looked at
-where a step needs most: when its backward begins. If others take the memory, the next step keeps fewer bytes.
+Bytes above the budget take at most half of the memory that would be free without them. Free memory is read when the
+backward begins, where a step needs most. If other processes take the memory, the next step keeps fewer bytes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ssd_fx.runtime.states import Entry
 
 _log = logging.getLogger("ssd_fx")
 
-# A step whose share of waiting is higher waits, unless the user allows more. Two in a row are no accident.
+# A step counts as waiting above this share of its time, unless the user allows more. Two in a row are no accident.
 WAITS = 0.02
 WARM = 2  # steps that are not judged: code is compiled and files grow
-QUIET_STEPS, LONGEST = 4, 32  # steps without waiting before fewer bytes are tried, twice as many after a trial failed
+QUIET_STEPS, LONGEST = 4, 32  # steps without waits until fewer bytes are tried; a failed trial doubles them, to LONGEST
 FIRST = 8  # the first trial gives up 1/FIRST of what is above `least`, each further one twice as much
 MIB = 1 << 20
 
 
 class Residency:
-    """The bytes that may be resident, from `least`, which the budget allows, to `most`.
+    """How many bytes may be resident: at least `least`, which the budget allows, and at most `most`.
 
-    `most`: only under `budget="auto"` above `least`; else nothing is adapted. `available_bytes`: the memory that this
-    process may take now. `waits`: the share of a step that it may wait.
+    `most` is above `least` only under `budget="auto"`; otherwise nothing is adapted. `available_bytes` returns the
+    memory that this process may take now. `waits`: the share of its time that a step may wait.
 
     All methods run under the lock of `entries`.
     """
@@ -55,14 +55,14 @@ class Residency:
         self._clock = clock
         self._waits = max(waits, WAITS)
         self._steps = 0
-        self._step = 0  # its number
+        self._step = 0  # the number of the step that runs
         self._began = 0.0
         self._loads = False
         self._stored = 0
-        self._resident = 0  # the most in this step
-        self._free = sys.maxsize  # bytes that were free when the last backward began, and those of ours besides
+        self._resident = 0  # the most resident bytes in this step
+        self._free = sys.maxsize  # bytes that were free when the last backward began, plus ours above the budget
         self._waited_s = 0.0
-        self._share = 0.0  # of waiting in the step before
+        self._share = 0.0  # the share of its time that the step before waited
         self._quiet = 0  # steps in a row that did not wait
         self._patience = QUIET_STEPS
         self._part = FIRST
@@ -79,18 +79,17 @@ class Residency:
         return self.nbytes - self.least
 
     def allow(self, nbytes: int) -> None:
-        """So many bytes may be resident from here on, whatever the graph waits for."""
+        """Sets how many bytes may be resident from here on, however long the graph waits."""
         self.least = self.nbytes = nbytes
 
     def stored(self, nbytes: int, resident_bytes: int) -> None:
-        """Counts a tensor that is stored. `resident_bytes` of all tensors are resident then."""
+        """Counts a tensor that was stored. `resident_bytes`: what is resident now, of all tensors."""
         self._stored += nbytes
         if resident_bytes > self._resident:
             self._resident = resident_bytes
 
     def spare(self, resident_bytes: int) -> int:
-        """The bytes that may be read ahead: they were resident in this step, above the budget, and have been released
-        since."""
+        """The bytes that may be read ahead: those that were resident above the budget in this step, and have left."""
         return max(0, min(self.more, self._resident) - resident_bytes)
 
     def waited(self, seconds: float) -> None:
@@ -99,15 +98,15 @@ class Residency:
             self._waited_s += seconds
 
     def loads(self, resident_bytes: int) -> None:
-        """A backward loads a tensor, while `resident_bytes` are resident."""
+        """Records a load of a backward, while `resident_bytes` are resident. The first one asks for the free memory."""
         if not self._loads and self._most > self.least:
             self._free = self._available_bytes() + min(self.more, resident_bytes)
         self._loads = True
 
     def begins(self, step: int) -> None:
-        """A forward of a step begins. If the step is another than before, the one before is judged.
+        """Records that a forward begins. If it is the first of a step, the step before is judged.
 
-        `step`: its number, as the step clock counts; 0 for a forward of no step.
+        `step`: the number of the step by the step clock; 0 for a forward of no step.
         """
         if step in (0, self._step):
             return
@@ -123,7 +122,7 @@ class Residency:
         self._waited_s = 0.0
 
     def _judge(self, share: float) -> None:
-        """Changes the bytes after a step that waited for `share` of its time."""
+        """Changes how many bytes may be resident, after a step that waited for `share` of its time."""
         self._share, before = share, self._share
         limit = min(self._most, self.least + self._free // 2)
         if self.nbytes > limit:
@@ -140,7 +139,7 @@ class Residency:
             self._take_more(min(share, before), limit)
 
     def _take_more(self, share: float, limit: int) -> None:
-        """Each of the last two steps waited for `share` of its time or more."""
+        """Lets more bytes be resident, because each of the last two steps waited for at least `share` of its time."""
         if self._on_trial:  # it failed
             wanted = self._enough
             self._patience = min(2 * self._patience, LONGEST)
@@ -166,7 +165,7 @@ class Residency:
 
 
 class Peak:
-    """Forecasts the peak of the bytes outstanding in a step: it is that of the step before.
+    """Forecasts the peak of a step's outstanding bytes: it is the peak of the step before.
 
     Here a step ends when the bytes outstanding have fallen to half of their peak or less and rise again: several
     micro-batches may have one peak. They need not fall to 0, because a caller may keep a graph for ever.
@@ -175,12 +174,12 @@ class Peak:
     def __init__(self) -> None:
         self.peak_bytes = 0
         self.nbytes = 0
-        self._entries: dict[Entry, None] = {}  # no set: a call may be interrupted before the sum follows
+        self._entries: dict[Entry, None] = {}  # not a set: `add` is a call, which a Ctrl-C may end before the sum
         self._highest_bytes = 0  # of this step
         self._falling = False
 
     def add(self, entry: Entry) -> int:
-        """The bytes that are expected to be stored from this entry on until the peak, the entry included."""
+        """Counts an entry as outstanding. Returns the bytes that are expected to be stored until the peak, with it."""
         before = self.nbytes
         if self._falling and 2 * before <= self._highest_bytes:  # a new step
             self.peak_bytes = self._highest_bytes
@@ -193,7 +192,7 @@ class Peak:
         return self.peak_bytes - before
 
     def remove(self, entry: Entry) -> None:
-        """The entry is outstanding no longer; an entry that was never added, or removed before, is ignored."""
+        """Counts an entry no longer. Ignores one that was never added, or was removed before."""
         if entry in self._entries:
             del self._entries[entry]
             self.nbytes -= entry.nbytes

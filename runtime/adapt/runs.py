@@ -1,10 +1,10 @@
 """In which order backwards come, and in which order they ask for their tensors.
 
 A *run* is one forward of one graph, with what it stored. In the first step the next run is taken to be the latest one
-whose backward has not begun, because backwards come in reverse order. Later it is the one that came next in the step
+whose backward has not begun, because backwards come in reverse order. Later it is the run that came next in the step
 before. Runs are numbered in the order in which a step begins them, so this covers pipelines and gradient accumulation
-too. Here a step ends when no run waits any more: in a pipeline forwards and backwards come in turns. Within a graph,
-slots are asked for in the order of its last backward.
+too. Here a step ends when no run waits any more, because in a pipeline forwards and backwards alternate. Within a
+graph, slots are expected to be asked for in the order of its last backward.
 
 All methods run under `entries.GUARD.lock`.
 """
@@ -17,7 +17,7 @@ from ssd_fx.runtime.adapt.habits import Habits
 from ssd_fx.runtime.states import Entry
 
 OLD = 4096  # runs: 64 micro-batches through 48 blocks may all wait for their backwards at a time
-FAR = 2  # a late slot is read early if it is among this many that follow in the last backward's order; plans know it
+FAR = 2  # a late slot is read up to this many loads before its own; the planner reckons with it (`LOADS_AHEAD`)
 
 _Key = tuple[int, str]
 """A run in any step: its number and its graph."""
@@ -26,8 +26,7 @@ _Key = tuple[int, str]
 @dataclass(eq=False, slots=True)
 class Run:
     """The `number`-th forward of its step. `waiting`: the entries not asked for yet, by slot. `asked`: the slots that
-    were, in order. `going`: entries that go at a node of the backward: its `seq`, what tells equal ones apart, the
-    entry."""
+    were, in order. `going`: (`seq`, id, entry): the backward needs the entry's memory from its node `seq` on."""
 
     graph: str
     number: int
@@ -57,7 +56,7 @@ class Runs:
         self._slots: dict[str, dict[int, int]] = {}  # the place of each slot in the last backward of each graph
 
     def begin(self, graph: str) -> list[Entry]:
-        """Records that a forward of `graph` begins. Returns what is not expected to be asked for any more."""
+        """Records that a forward of `graph` begins. Returns the entries that no backward is expected to ask for."""
         forgotten = self._forget_old()
         self._current[graph] = Run(graph, self._begun)
         self._begun += 1
@@ -86,7 +85,7 @@ class Runs:
         return run
 
     def dead(self, entry: Entry) -> None:
-        """Records that an entry dies. Called again if a signal ended it early."""
+        """Records that an entry dies. Called again if a signal ended the call early."""
         run = entry.run
         if run is not None and run.waits_for(entry):
             self._remove(run, entry)
@@ -97,12 +96,12 @@ class Runs:
         return graph in self._slots
 
     def rest(self, run: Run) -> list[Entry]:
-        """What the run still waits for, in the order in which it will be asked for."""
+        """The entries that a run still waits for, in the order in which they are expected to be asked for."""
         slots = list(self._slots.get(run.graph) or reversed(run.waiting))
         return [run.waiting[slot] for slot in slots if slot in run.waiting]
 
     def behind(self, run: Run) -> list[Entry]:
-        """What is asked for next, once the backward of `run` has asked for all."""
+        """The entries that the next backward asks for, once the backward of `run` has asked for all of its own."""
         successor = self._successor(run)
         return self.rest(successor) if successor else []
 
@@ -117,9 +116,9 @@ class Runs:
         return [run.waiting[s] for s in sorted(late, key=places.__getitem__)]
 
     def _forget_old(self) -> list[Entry]:
-        """Forgets the oldest run if very many began after it: a step ends only when nothing waits.
+        """Forgets the oldest run if very many began after it, and returns its entries.
 
-        A caller may keep the graph of such a run for ever.
+        A caller may keep its graph for ever, and a step ends only when no run waits.
         """
         oldest = next(iter(self._runs.values()), None)
         if oldest is None or oldest.number >= self._begun - max(OLD, 2 * len(self._next)):

@@ -1,7 +1,7 @@
 """Codecs that compress stored tensors: opt-in, one per tier (`Config.compression`).
 
-A codec is a file of this folder, which lists it in `CODECS`. Nothing else names it, but the docstring of
-`ssd_fx.options.Options`. A tensor stays as it is if a codec cannot make it smaller, or if a lossy codec finds
+To add a codec, add a file to this folder that lists it in `CODECS`. Only the docstring of `ssd_fx.options.Options`
+names the codecs elsewhere. A tensor stays as it is if a codec cannot make it smaller, or if a lossy codec finds
 infinities or NaNs in it.
 """
 
@@ -41,5 +41,5 @@ def is_lossy(codec: str, dtype: torch.dtype) -> bool:
 
 
 def shrinks(codec: str) -> dict[torch.dtype, float]:
-    """The share of its bytes that a large tensor is encoded in, by dtype, where that does not depend on the values."""
+    """By dtype, the encoded size of a large tensor as a share of its bytes, where it does not depend on the values."""
     return dict(CODECS[codec].shares)

@@ -15,7 +15,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """How a tensor was encoded, in `nbytes`. `decode(payload, out)` fills `out`, which has its dense layout."""
+    """How a tensor was encoded, into `nbytes`. `decode(payload, out)` fills `out`, a tensor of its dense layout."""
 
     nbytes: int
     lossy: bool
@@ -29,10 +29,10 @@ Encode = Callable[[Tensor], tuple[Tensor, Encoded] | None]
 class Codec:
     """A codec by the `name` that the option `compression` gives it.
 
-    `encode`: the payload (uint8, 1-d, on the device) of a dense tensor, or None if it does not encode it. Several
-        threads may be in it, so it keeps nothing between calls, and only reads the tensor.
+    `encode`: returns the payload (uint8, 1-d, on the device) of a dense tensor, or None if it does not encode it.
+        Several threads may call it at a time, so it keeps nothing between calls, and only reads the tensor.
     `lossy`: the types whose values it changes.
-    `shares`: of its bytes, in which a large tensor of a type is encoded, where that does not depend on the values.
+    `shares`: by type, the encoded size of a large tensor as a share of its bytes, where the values do not matter.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""Without loss. Bools become bits, and integers take a narrower type that holds them all. Floats that are mostly zero
-(ReLU) become a bit map and the values that are not zero.
+"""The lossless codec. Bools become bits, and integers take a narrower type that holds them all. Floats that are mostly
+zero (ReLU) become a bit map and the values that are not zero.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
 
 
 def _gather(bools: Tensor) -> Tensor:
-    """One byte for every 8 bools. Multiplying 8 bytes of 0 or 1 as one integer moves byte i to bit i of the highest."""
+    """One byte for every 8 bools. Multiplying 8 bytes of 0 or 1 as one integer moves byte i to bit i of the top one."""
     bytes_ = bools.view(torch.uint8) != 0  # a bool that is a view of a byte may hold any value
     words = alias(bytes_, TensorMeta((bools.numel() // 8,), (1,), torch.int64))
     return (words * 0x0102040810204080 >> 56).to(torch.uint8)
@@ -74,7 +74,7 @@ def _widen(dtype: torch.dtype, payload: Tensor, out: Tensor) -> None:
 
 
 def _sparse(flat: Tensor) -> tuple[Tensor, Encoded] | None:
-    """Only elements whose bits are all zero count as zero; a negative zero is stored as a value."""
+    """A bit map, and the values that are not zero. A negative zero is stored as a value: its bits are not all zero."""
     bits = flat.view(_BITS_OF[flat.itemsize])
     nonzero = int(torch.count_nonzero(bits))
     map_bytes = -(-flat.numel() // 8)

@@ -1,4 +1,4 @@
-"""With loss: floats of 2 or 4 bytes become float8_e4m3fn or int8, with a float32 scale per block of 128.
+"""The lossy codecs: floats of 2 or 4 bytes become float8_e4m3fn or int8, with a float32 scale per block of 128.
 
 Tensors of other types are encoded as by `bitpack`.
 """

@@ -9,7 +9,7 @@ import torch
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.clock import timing
 
-LEAST_S = 2e-5  # a shorter one is the price of the calls between two events
+LEAST_S = 2e-5  # a shorter wait is the price of the calls between two events
 
 
 class Arrival:
@@ -26,7 +26,7 @@ class Arrival:
                 self._event = self._queued.record(self._queued.current(device), timed=True)
 
     def waited_s(self) -> float:
-        """The seconds since then in which the device had nothing to do, the host's wait at most.
+        """The seconds since that moment in which the device had nothing to do, but no more than the host has waited.
 
         A device without streams works in the host's calls, so it waits when the host does.
         """
@@ -42,7 +42,7 @@ class Arrival:
 
 
 class Stall:
-    """What a stream waits for between two events of its own. It is known once the device has come there."""
+    """How long a stream waits between two of its own events. That is known once the device has passed both."""
 
     __slots__ = ("_began", "_device", "_ended", "_queued", "stands_for")
 
@@ -50,23 +50,23 @@ class Stall:
         self._queued = queued
         self._device = device
         self._ended: streams.Event | None = None
-        self.stands_for = timing.stands_for  # of so many waits it is the sample
+        self.stands_for = timing.stands_for  # the number of waits that this sample stands for
         with queued.on(device):
             self._began = queued.record(queued.current(device), timed=True)
 
     @staticmethod
     def sampled(device: torch.device) -> Stall | None:
-        """It begins here; None where this run is not timed."""
+        """A stall that begins now; None if this run is not timed."""
         queued = streams.of(device) if timing.anchor_of(device) else None
         return Stall(queued, device) if queued else None
 
     def end(self) -> None:
-        """The stream has been given what it waits for."""
+        """Marks the end of the wait, right after the stream was told what to wait for."""
         with self._queued.on(self._device):
             self._ended = self._queued.record(self._queued.current(self._device), timed=True)
 
     def seconds(self) -> float | None:
-        """None before the device has come to the end."""
+        """How long the stream waited, 0 for less than `LEAST_S`; None before the device has passed the end."""
         with self._queued.on(self._device):
             if self._ended is None or not self._ended.query():
                 return None

@@ -55,14 +55,14 @@ def anchor(streams: Streams, device: torch.device) -> Anchor:
 
 
 class _Timing(threading.local):
-    """What this thread times. `stands_for`: of so many runs the present one is the sample."""
+    """What this thread times. `stands_for`: the number of runs that the present one stands for."""
 
     def __init__(self) -> None:
         self._anchor: Anchor | None = None
         self.stands_for = 1
 
     def anchor_of(self, device: torch.device) -> Anchor | None:
-        """That from which transfers of `device` are timed that are made now; None: they are not timed."""
+        """The anchor of the transfers of `device` that are made now; None if they are not timed."""
         found = self._anchor
         return found if found is not None and found.device == device else None
 
@@ -81,7 +81,7 @@ timing = _Timing()
 
 
 def forget() -> list[Anchor]:
-    """Forgets all anchors and returns them; a fresh lock for the child of a fork, where a thread may have held it."""
+    """Forgets all anchors and returns them. Makes a fresh lock: in the child of a fork the old one may be held."""
     global _making
     _making = threading.Lock()
     forgotten = list(_anchors.values())

@@ -27,11 +27,11 @@ _lock = threading.RLock()  # a signal handler that exports the trace may interru
 _unread: deque[Node] = deque()
 _read: deque[trace.Event] = deque(maxlen=trace.LENGTH)
 _devices: dict[str, torch.device] = {}
-_runs: dict[tuple[str, int], int] = {}  # by graph, and the seq of a store, or -1
+_runs: dict[tuple[str, int], int] = {}  # runs so far, by graph and the seq of a store, or -1
 
 
 class Node:
-    """A context that times one of our nodes on a device with streams. It stands for so many runs, which it returns."""
+    """A context that times one of our nodes on a device with streams. It yields the number of runs it stands for."""
 
     __slots__ = ("_anchor", "_began", "_device", "_ended", "_named", "_stands_for", "_streams", "_within")
 
@@ -102,7 +102,7 @@ def node(kind: str, graph: str, slot: int, seq: int, device: torch.device | None
 
 
 def again(kind: str, graph: str, slot: int, seq: int, device: torch.device, stands_for: int) -> Node | nullcontext[int]:
-    """The context of another node of a tensor whose store stands for so many runs."""
+    """The context of another node of a tensor, whose store stands for `stands_for` runs."""
     on = _on(graph, device)
     return Node(*on, stands_for, kind, graph, slot, seq) if on else UNTIMED
 
@@ -128,7 +128,7 @@ def events() -> list[trace.Event]:
 
 
 def clear() -> list[Node]:
-    """Forgets all times, counts runs from 0 again, and returns what was not read. A fresh lock for a fork's child."""
+    """Forgets all times, counts runs from 0, and returns the unread nodes. Makes a fresh lock, for a fork's child."""
     global _lock
     _lock = threading.RLock()
     unread = list(_unread)

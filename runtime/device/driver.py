@@ -90,7 +90,7 @@ class CudaDriver:
         return event
 
     def stream(self, index: int) -> int:
-        """The handle of a new stream of device `index`. It waits for no default stream, and comes before others."""
+        """The handle of a new stream of device `index`: it waits for no default stream, and has a higher priority."""
         made = ctypes.c_void_p()
         with self._within(index):
             self._call("cuStreamCreateWithPriority", ctypes.byref(made), _NON_BLOCKING, _PRIORITY)
@@ -118,7 +118,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def _within(self, index: int) -> Iterator[None]:
-        """A context within which that of device `index` is this thread's."""
+        """Within, the CUDA context of device `index` is this thread's current one."""
         left = ctypes.c_void_p()
         self._call("cuCtxPushCurrent_v2", ctypes.c_void_p(self.context(index)))
         try:
@@ -129,8 +129,8 @@ class CudaDriver:
     def capture_apart(self) -> None:
         """Lets this thread call CUDA while another one captures a graph.
 
-        Without it any such call, even asking an event, makes a capture invalid that is in the strictest mode, which is
-        PyTorch's default.
+        Without it any such call, even a query of an event, makes a capture invalid if the capture is in the strictest
+        mode, which is PyTorch's default.
         """
         mode = ctypes.c_int(_THREAD_LOCAL)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))

@@ -7,7 +7,7 @@ Three rules keep a transfer from reading or writing the wrong bytes:
 * Its owner keeps the memory until the *host* has seen an event fire that was recorded after the transfer, or until the
   compute stream waits for that event (`Queued.follow`). So no allocator has to know of side streams
   (`record_stream`), and memory is freed in the order of the compute stream. Where threads compute on several streams,
-  a tensor is written in turn with its own (`in_turn_with`), and what one stream read ahead no other gets.
+  a write is ordered with its tensor's stream (`in_turn_with`), and no stream gets what another one read ahead.
 * The result of a transfer is asked for only after that event. Earlier it would block the host, or be wrong.
 
 A fourth rule is for GPUs other than the first. A new thread is on device 0. A call there about an event of another
@@ -49,7 +49,7 @@ Enqueue = Callable[[Stream], Check | None]
 class Streams:
     """The streams and the memory of torch.accelerator's devices.
 
-    They are Intel's GPUs (XPU), and what other packages add (PrivateUse1).
+    These devices are Intel's GPUs (XPU), and those that other packages add (PrivateUse1).
     """
 
     def on(self, device: torch.device) -> AbstractContextManager[None]:
@@ -90,7 +90,7 @@ class Streams:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Pinned host memory for the current device, uint8. PyTorch's own takes the next power of two for it.
+        """Pinned host memory for the current device, uint8. Here PyTorch allocates it, and rounds up to a power of two.
 
         Raises: RuntimeError if there is none.
         """
@@ -119,8 +119,8 @@ class CudaStreams(Streams):
     `idle` are nobody else's. They are never destroyed, because what was queued on one may outlive its owner.
 
     CUDA's manual (cudaEventCreateWithFlags): events "provide the best performance when used with cudaStreamWaitEvent()
-    and cudaEventQuery()" if they have no time and no host sleeps for them (cudaEventBlockingSync). So only those have
-    that flag for which the host will wait.
+    and cudaEventQuery()" if they have no time and no host sleeps for them (cudaEventBlockingSync). So an event has that
+    flag only if the host will wait for it.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class CudaStreams(Streams):
 
 @functools.cache
 def _driver() -> driver.CudaDriver | None:
-    """NVIDIA's, if this build of torch is for it."""
+    """NVIDIA's driver; None if this build of torch is not for it, or if it does not work."""
     try:
         return driver.cuda() if torch.version.cuda else None
     except RuntimeError as error:
@@ -199,7 +199,7 @@ def of(device: torch.device) -> Streams | None:
 
 
 def timed(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which transfers of `device` are made that know when they ran."""
+    """A context: transfers of `device` that are made within it are timed."""
     found = of(device)
     return timing.within(anchor(found, device)) if found else _HERE
 
@@ -213,7 +213,7 @@ def current(device: torch.device) -> Stream | None:
 def finish_copies_into(x: Tensor) -> None:
     """Returns when the host may read `x`. A device may still be copying into pinned memory (`non_blocking=True`).
 
-    Whoever reads it on the device needs no wait, so the program may be right without one.
+    A program that reads `x` on the device alone is right without such a wait, so it may have none.
     """
     kind = accelerator() if x.device.type == "cpu" else None
     if kind is None or not x.is_pinned():
@@ -226,10 +226,10 @@ def finish_copies_into(x: Tensor) -> None:
 
 
 def in_turn_with(stream: Stream | None, device: torch.device) -> AbstractContextManager[None]:
-    """What the body queues runs behind what `stream` has by then, and before what it gets afterwards.
+    """A context: the work that it queues runs after what `stream` has so far, and before what `stream` gets later.
 
-    For a tensor of `stream` that another thread's operator writes. Each user stream has memory of its own, which is
-    reused in the order of that stream alone.
+    It is for a tensor of `stream` that another thread's operator writes. The allocator reuses the memory of a stream in
+    the order of that stream alone.
     """
     found = of(device)
     if found is None or stream is None or found.current(device) == stream:
@@ -322,7 +322,7 @@ class Queued:
         self._device = device
         self._side = side
         self._enqueue: Enqueue | None = enqueue
-        self._compute: Stream | None = None  # from which it was started
+        self._compute: Stream | None = None  # the stream that it was started from
         self._begun: Event | None = None
         self._ended: Event | None = None
         self._fired = False  # the host has seen the end
@@ -330,7 +330,7 @@ class Queued:
         self._error: OSError | None = _NEVER
         self._anchor: Anchor | None = timing.anchor_of(device)
         self._over: tuple[float, float] | None = None  # its span, once its end was seen
-        # Two threads may wait for one transfer, and both need its outcome. A signal handler may close the store then.
+        # Two threads may wait for one transfer and need its outcome, while a signal handler closes the store.
         self._lock = threading.RLock() if may_fail or self._anchor else _HERE
 
     def start(self) -> None:
@@ -380,10 +380,10 @@ class Queued:
         return not self._may_fail and self._error is None and self._ended is not None
 
     def follow(self, stream: Stream | None = None) -> bool:
-        """Whether `stream`, or the device's current one, waits for the end from here on, so that the host need not.
+        """Lets `stream`, or the device's current one, wait for the end instead of the host. Returns whether it does.
 
-        False if the host has to see the outcome. Host memory must be kept as for a transfer that is under way. What
-        the device has may go back to the allocator, if it is `stream` that uses it next.
+        False if the host has to see the outcome. Host memory must still be kept until the transfer has ended. Memory of
+        the device may go back to the allocator, if `stream` is the next to use it.
         """
         if not self.cannot_fail():
             return False
@@ -400,7 +400,7 @@ class Queued:
         return self._error is not None
 
     def span(self) -> tuple[float, float]:
-        """Start and end by the device's clock; (0, 0) before the end was seen, and of a transfer that is not timed."""
+        """When the device started and ended it, on the host's clock; (0, 0) if untimed, or before the end was seen."""
         return self._over or (0.0, 0.0)
 
     def _see_end(self) -> None:

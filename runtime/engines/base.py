@@ -19,7 +19,7 @@ NOT_OF_THE_DRIVE = (errno.ECANCELED, errno.EFAULT, errno.ENOMEM)
 class Memory(NamedTuple):
     """`nbytes` at address `ptr` of a device. The owner keeps them alive while a transfer uses them.
 
-    `home`: if these bytes are a copy in host memory of a device's tensor, that device.
+    `home`: the device of the tensor, if these bytes are a copy of it in host memory.
     """
 
     ptr: int
@@ -92,7 +92,7 @@ class Engine(Protocol):
     def free(self, extent: Extent) -> None:
         """Takes back an extent whose transfers are done. A copy on a stream that cannot fail may go on: it is in vain.
 
-        The engine keeps it from what the extent's room has later.
+        The engine sees to it that such a copy does not touch what has the extent's room later.
         """
 
     def write(self, extent: Extent, memory: Memory) -> Completion:
@@ -127,7 +127,7 @@ def outcome(completion: Completion) -> OSError | None:
 def cut_short(completion: Completion | None) -> OSError | None:
     """Ends a transfer. Returns None if all bytes had been transferred, else the error.
 
-    The error is ECANCELED, unless the transfer had failed before. None was never made, and is cancelled too.
+    The error is ECANCELED, unless the transfer had failed before. None: it was never made, and counts as cancelled.
     """
     if completion and not completion.cancel():
         return None
@@ -137,7 +137,7 @@ def cut_short(completion: Completion | None) -> OSError | None:
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """A completion that copies bytes at its start. It keeps the owner alive, which has the engine's memory."""
+    """A completion that copies bytes at its start. It keeps alive the owner of the engine's memory."""
 
     _target: int
     _source: int
@@ -156,7 +156,7 @@ class Copy:
         return True
 
     def wait(self) -> None:
-        if not self._copied:  # interrupts (Ctrl-C) ended its start, and what would have cancelled it
+        if not self._copied:  # interrupts (Ctrl-C) ended its start, and then its cancellation
             raise OSError(errno.ECANCELED, "the transfer was never queued")
 
     def cancel(self) -> bool:

@@ -136,8 +136,8 @@ def configure(forced: bool = False) -> None:
 
     cuFile reads it once, when it is loaded.
 
-    It allows PCI peers to exchange data, which needs no nvidia-fs (CUDA 12.8, kernel 6.2, the open driver). It allows
-    copies through host memory only if `forced`.
+    The file allows PCI peers to exchange data, which needs no nvidia-fs (CUDA 12.8, kernel 6.2, the open driver). It
+    allows copies through host memory only if `forced`.
 
     Raises: RuntimeError if they are forced, and an earlier call has written a file that does not allow them.
     """
@@ -177,7 +177,7 @@ def current_device() -> torch.device | None:
 
 
 def status(forced: bool = False) -> Status:
-    """What kvikio says that it can do on this machine. Loads it. Only a round trip shows whether it is true."""
+    """What kvikio says that it can do on this machine. Only a round trip shows whether it is true. Loads kvikio."""
     if current_device() is None:
         return Status("", False, "torch sees no CUDA device")
     configure(forced)

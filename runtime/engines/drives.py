@@ -1,4 +1,4 @@
-"""Where tensors go on several drives. Each has a file, and whoever moves the bytes lets no drive wait for another.
+"""Where tensors go on several drives. Each drive has a file. Engines move the bytes so that no drive waits for another.
 
 A small tensor goes whole to the drive with the fewest bytes under way. A large one is cut into contiguous stripes, one
 for each drive, so that a single load has the bandwidth of all drives. A drive that is full or has failed is left out.
@@ -36,8 +36,8 @@ class FileExtent(Extent):
     """Room for one tensor in files.
 
     `tail`: the last bytes of the tensor if they are not on disk. `sums`: the checksums of the others, piece by piece;
-    None without checksums. `errors`: of the pieces whose write failed, by their index.
-    `past_host`: the bytes came from a device, and not through the host's memory. They go back so.
+    None without checksums. `errors`: the errors of the pieces whose write failed, by their index.
+    `past_host`: the bytes came from a device without passing the host's memory. They go back the same way.
     """
 
     pieces: list[Piece]
@@ -48,7 +48,7 @@ class FileExtent(Extent):
 
     @property
     def directory(self) -> str:
-        """Those of its files, for people."""
+        """The directories of its files, for people."""
         return ", ".join(piece.file.directory for piece in self.pieces)
 
     @property
@@ -65,14 +65,14 @@ class FileExtent(Extent):
 class Drives:
     """The `files` of an engine. Stripes have at least `STRIPE` bytes, so a tensor under two of these is not cut.
 
-    `under_way`: returns the bytes that each was given and has not moved yet.
+    `under_way`: returns the bytes that each drive was given and has not moved yet.
     A file that has failed refuses new room. What is stored there stays readable.
     """
 
     def __init__(self, files: Sequence[BackingFile], under_way: Callable[[], list[int]]) -> None:
         assert files, "there is a drive"
         self.files = files
-        self.align = max(file.align for file in files)  # that memory needs for direct I/O
+        self.align = max(file.align for file in files)  # the alignment that memory needs for direct I/O
         self.live_bytes = [0] * len(files)
         self._under_way = under_way
 

@@ -47,7 +47,7 @@ class GdsEngine(PosixEngine):
     def __init__(self, config: Options, *, forced: bool) -> None:
         self._most_lanes = max(_LANES, 2 * len(config.dirs))
         self._lanes: dict[torch.device, list[streams.Stream]] = {}  # the one used longest ago goes first
-        # By transfer its pieces, its streams, and what to ask. A future that is dropped before its end blocks the host.
+        # By transfer: its pieces, streams and futures. A future that is dropped before its end blocks the host.
         self._queued: dict[streams.Queued, tuple[list[Piece], list[streams.Stream], list[_Moved]]] = {}
         super().__init__(
             *config.dirs,
@@ -76,7 +76,7 @@ class GdsEngine(PosixEngine):
         return super().read(extent, memory)
 
     def close(self) -> None:
-        with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
+        with ExitStack() as closing:  # last first; if one fails, as after an error of the GPU, the others go on
             closing.callback(super().close)
             closing.callback(self._give_lanes_back)
             closing.callback(self._queued.clear)

@@ -29,7 +29,7 @@ class _HostExtent(Extent):
 
 
 class MemoryEngine:
-    """Extents are host memory and transfers are copies: the reference that others are compared with.
+    """Extents are host memory and transfers are copies: the reference that other engines are compared with.
 
     A copy may go on after its extent was freed (`Writer.give_away`, `Queued.follow`). It keeps its host memory until it
     has ended. Copies by the host wait for no stream, so they have memory of their own, which no
@@ -43,7 +43,7 @@ class MemoryEngine:
         self.devices = frozenset({"cpu", "cuda", streams.accelerator() or "cuda"})
         self._ranks = ranks
         self._sides = streams.SideStreams()
-        self._pinned: dict[tuple[torch.device, bool], Pinned] = {}  # and whether the host fills it
+        self._pinned: dict[tuple[torch.device, bool], Pinned] = {}  # by device, and whether the host fills it
         # Copies under way, by whether they write, with the host memory that they use. Each lane is first in, first out.
         self._moving: dict[bool, deque[tuple[streams.Queued, Piece]]] = {True: deque(), False: deque()}
 
@@ -101,7 +101,7 @@ class MemoryEngine:
         write: bool,
         behind: streams.Queued | None = None,
     ) -> streams.Queued:
-        """`behind`: the copy that must have ended before, which nobody may have waited for (`Writer.follow`)."""
+        """A copy on a side stream. `behind`: a copy that must end first, which may still run (`Writer.follow`)."""
 
         nbytes, device = memory.nbytes, memory.device
 
@@ -120,7 +120,7 @@ class MemoryEngine:
         return copy
 
     def _reap(self) -> None:
-        """Lets go of what was moved. A device may move long after the host has freed the extent (`Queued.follow`)."""
+        """Drops copies that have ended. A device may copy long after the host has freed an extent (`Queued.follow`)."""
         for moving in self._moving.values():
             while moving and moving[0][0].done():
                 moving.popleft()
@@ -129,7 +129,7 @@ class MemoryEngine:
         raise AssertionError(f"a copy in memory cannot fail: {error}")
 
     def close(self) -> None:
-        with ExitStack() as closing:  # upwards; if one fails, as after an error of the GPU, the others do not
+        with ExitStack() as closing:  # last first; if one fails, as after an error of the GPU, the others go on
             closing.callback(self._pinned.clear)
             closing.callback(self._sides.close)
             for moving in self._moving.values():

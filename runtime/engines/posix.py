@@ -39,8 +39,8 @@ class Transfer:
     """The completion of one request to the pool, which moves all pieces of an extent.
 
     It is *final* when nothing accesses its memory any more.
-    `_bounce`: the buffer that the request uses instead of the tensor. `_target`: where a read copies the bytes from
-    there. `_record`: called at the start, returns the event that the transfer of a device's memory waits for.
+    `_bounce`: the buffer that the request uses instead of the tensor. `_target`: where a read copies its bytes to; 0
+    without a copy. `_record`: called at the start, returns the event that a transfer of device memory waits for.
     """
 
     _pool: pool.Pool
@@ -54,7 +54,7 @@ class Transfer:
     _library: loader.Library = field(init=False)
     _address: int = field(init=False)
     _sums: pool.Words | None = field(init=False)  # kept alive while a thread may fill it
-    # `cancel` returns when `wait`, in another thread, has left the target alone.
+    # Held while `wait` writes to the target, so that `cancel`, in another thread, returns only afterwards.
     _copying: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Transfer:
 
     def start(self) -> None:
         event = self._record() if self._record else None
-        self._pool.transfers[self] = None  # whoever drops it, it lives until it is final, with event and bounce
+        self._pool.transfers[self] = None  # this keeps it alive until it is final, with event and bounce
         self._event = event
         self._library.start(self._address, event.cuda_event if event else None)
 
@@ -105,7 +105,7 @@ class Transfer:
         return state
 
     def _failed(self) -> OSError:
-        """The earliest error, rather one of a drive; all those of a write are noted down in the extent."""
+        """The earliest error, one of a drive if there is any. Notes down all errors of a write in the extent."""
         found = (self._library.failure(self._address, index).contents for index in range(len(self._extent.pieces)))
         failures = {index: failure for index, failure in enumerate(found) if failure.error}
         errors = {index: self._error(index, failure) for index, failure in failures.items()}
@@ -178,7 +178,7 @@ class PosixEngine:
             raise
 
     def on_device(self, device: torch.device) -> bool:
-        """Whether memory is a device's, which goes through `device_transfer`."""
+        """Whether memory of `device` goes through `device_transfer`."""
         return device.type == "cuda"
 
     def under_way(self) -> list[int]:

@@ -66,8 +66,8 @@ class StagedEngine(PosixEngine):
 
         if write:
             return Chain(streams.Queued(queued, device, side, enqueue), file, self._writes, found)
-        # What was queued before the caller got `memory` may still use it. What comes while the file is read need not
-        # end first, and another thread starts the copy, whose current stream is not the caller's.
+        # Work that was queued before the caller got `memory` may still use it, so the copy waits for an event of now.
+        # It need not wait for later work, and the thread that starts it has another current stream.
         with queued.on(device):
             ready = queued.record(queued.current(device))
         return Chain(file, streams.Queued(queued, device, side, enqueue, after=ready), self._reads, found)

@@ -142,7 +142,7 @@ class TieredEngine:
                 self._stop(extent)
 
     def _move(self, extent: TieredExtent) -> bool:
-        """Whether the write of an extent from host memory to the drive has started."""
+        """Moves an extent from host memory to the drive. False if it is not filled yet, or the drive has no room."""
         assert extent.host, "what is in `_in_host` has host memory"
         if extent.written is None or not extent.written.done():
             return False

@@ -62,12 +62,12 @@ class CpuAllocator:
 
     @property
     def live_bytes(self) -> int:
-        """The bytes of all tensors that came from here and live."""
+        """The bytes of all living tensors that have their memory from here."""
         return int(self._library.live_bytes()) if self._library else 0
 
     @property
     def touched_bytes(self) -> int:
-        """The bytes of memory that the kernel has given for them, in huge pages."""
+        """The bytes of memory that the kernel has given to this allocator, in huge pages."""
         return int(self._library.touched_bytes()) if self._library else 0
 
     @property
@@ -79,7 +79,7 @@ class CpuAllocator:
         return int(self._library.take_peak()) if self._library else 0
 
     def owns(self, address: int) -> bool:
-        """Whether a tensor there has its memory from here."""
+        """Whether the memory at an address is this allocator's."""
         return bool(self._library and self._library.owns(address))
 
     def install(self) -> None:

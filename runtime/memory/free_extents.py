@@ -21,7 +21,7 @@ class FreeExtents:
 
     def __init__(self, end: int = 0) -> None:
         self.end = 0
-        self._lengths: dict[int, int] = {}  # of each free extent, by its offset
+        self._lengths: dict[int, int] = {}  # the length of each free extent, by its offset
         self._ends: dict[int, int] = {}  # the offset of each, by its end
         self._bins: dict[int, list[int]] = {}  # the offsets of all extents of a length, sorted
         self._sizes: list[int] = []  # the lengths, sorted

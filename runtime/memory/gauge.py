@@ -18,26 +18,26 @@ class Gauge(Protocol):
     """What a device has, and what lives there. All in bytes."""
 
     def total_bytes(self) -> int:
-        """What this process could have at the most, were it alone."""
+        """The most that this process could have, were it alone."""
 
     def spare_bytes(self) -> int:
         """What this process has and may still take, beside what others have taken."""
 
     def live_bytes(self) -> int:
-        """Of all tensors now."""
+        """The bytes of all tensors that live now."""
 
     def peak_bytes(self) -> int:
-        """The most that lived since the last look, which this is one."""
+        """The most that lived since the last look. This call is a look, too."""
 
     def begin(self) -> int:
-        """What lives now. The next look is at the time from here on."""
+        """What lives now. The next `peak_bytes` is that of the time from here on."""
 
     def waste_bytes(self) -> int:
-        """What was taken beside the tensors, and cannot be used, when most of them lived. It then begins anew."""
+        """The bytes that the allocator had and could not use, at the time when most tensors lived. Then begins anew."""
         return 0
 
     def look_around(self, *, for_tensors: bool) -> None:
-        """Looks for memory that nothing counts: of libraries, and of tensors, which takes long."""
+        """Looks for memory that nothing else counts: that of libraries and, if asked, of tensors, which takes long."""
         return
 
 
@@ -55,8 +55,8 @@ def host_spare_bytes() -> int:
 
 
 class CpuGauge(Gauge):
-    """Tensors of our allocator, those that have other memory, such as parameters from before it was installed, and
-    what libraries keep. Of the last two, as much as there was at the last look around."""
+    """Counts tensors of our allocator, tensors with other memory, such as parameters from before it was installed, and
+    what libraries keep. The last two are as of the last `look_around`."""
 
     def __init__(self) -> None:
         self._elsewhere = self._small = self._libraries = 0
@@ -95,7 +95,7 @@ class CpuGauge(Gauge):
 
 
 def storages(classes: tuple[type, ...], device_type: str) -> dict[int, torch.UntypedStorage]:
-    """Those of all tensors of these classes on such a device, by their addresses."""
+    """The storages of all tensors of these classes on devices of a type, by their addresses."""
     found = dict[int, torch.UntypedStorage]()
     for thing in gc.get_objects():
         if type(thing) in classes:
@@ -108,7 +108,7 @@ def storages(classes: tuple[type, ...], device_type: str) -> dict[int, torch.Unt
 
 
 class _Seen(NamedTuple):
-    """What PyTorch says of a device's tensors, in bytes: the peak, what lives, what was ever made, what ever went."""
+    """What PyTorch says of a device's tensors, in bytes: the peak, what lives, all ever allocated, all ever freed."""
 
     peak: int
     current: int
@@ -117,11 +117,12 @@ class _Seen(NamedTuple):
 
 
 class DeviceGauge(Gauge):
-    """What PyTorch's allocator of a device counts.
+    """Reads what PyTorch's allocator of a device counts.
 
-    Its peak is since the user's last reset, and not ours to reset. If it rose since the last look, it is the most of
-    that time. If not, the most is what lived at its ends and, beside it, the most by which it was ever seen to rise
-    above them, but not more than the peak, nor than if all that was made since had come before anything went.
+    Its peak is since the user's last reset, and not ours to reset. If it rose since the last look, it is the most that
+    lived in that time. If not, the most is estimated: what lived at either end of that time, plus the largest rise
+    above such ends that was ever seen. It is at most the peak, and what there would be if no memory had been freed
+    since.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -129,7 +130,7 @@ class DeviceGauge(Gauge):
         self._module: Any = torch.get_device_module(device)
         self._waste = self._at = 0  # what could not be used, and what lived then
         self._before = self._read()
-        self._beside: int | None = None  # None: it was not seen to rise yet
+        self._beside: int | None = None  # the largest rise above the ends; None: none was seen yet
 
     def _read(self) -> _Seen:
         ask = getattr(self._module, "memory_stats_as_nested_dict", None)
@@ -166,7 +167,7 @@ class DeviceGauge(Gauge):
             return now.peak
         most = [now.peak] if self._beside is None else [now.peak, ends + self._beside]
         made, gone = now.allocated - before.allocated, now.freed - before.freed
-        if now.allocated and before.current + made == now.current + gone:  # else nothing counts them, or it was reset
+        if now.allocated and before.current + made == now.current + gone:  # else they are not counted, or were reset
             most.append(before.current + made)
         return max(min(most), ends)
 

@@ -1,11 +1,11 @@
 """What the libraries of this process keep, beside tensors: all that malloc has, less what compilers have taken.
 
-oneDNN keeps what it prepares for a product of bf16 matrices: twice 252 KiB for each other shape, whatever the sizes
+oneDNN keeps what it prepares for a product of bf16 matrices: twice 252 KiB for each new shape, whatever the sizes
 are, for up to 1,024 shapes (PyTorch 2.13, with AVX-512). MKL keeps buffers for each thread.
 
-malloc tells one number, of a process with all that Python has. So its growth counts, since the first compilation ended:
-what an interpreter has by then, and a compiler takes, is no part of a step. glibc has that number since 2.33, of all
-threads. Before, or with another malloc, nothing is counted.
+malloc tells one number for the whole process, Python's objects included. So only its growth counts, from the end of the
+first compilation on and without what later ones take: neither the interpreter nor a compiler is part of a step. glibc
+tells that number, over all threads, from 2.33 on. With an older one, or another malloc, nothing is counted.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def _reader() -> Callable[[], int]:
 
 
 class Libraries:
-    """What they keep in this process. Compilations that end after `watch` are left out."""
+    """Counts what libraries keep in this process, from `watch` on, without what compilations take."""
 
     def __init__(self) -> None:
         self._in_use = _reader()
         self._base: int | None = None  # what malloc had that is not counted; None before `watch`
         self._before: int | None = None  # what malloc had before the compilation that runs; None between them
-        self._compiled = False  # since the last look
-        self._small: int | None = None  # as given at the first look
+        self._compiled = False  # whether a compilation has ended since the last look
+        self._small: int | None = None  # `small` of the first look
 
     def watch(self) -> None:
-        """A compilation runs. `torch._dynamo.reset` forgets who wants to know of the next ones."""
+        """Watches compilations. Called in each one, because `torch._dynamo.reset` drops the callbacks."""
         if self._begins in callback_handler.start_callbacks:
             return
         callback_handler.register_start_callback(self._begins)
@@ -64,7 +64,7 @@ class Libraries:
             self._base = self._before
 
     def nbytes(self, small: int) -> int:
-        """What they keep now. `small`: bytes of the tensors that are malloc's, as far as they are counted elsewhere."""
+        """The bytes that libraries keep now. `small`: bytes of small tensors in malloc, which are counted elsewhere."""
         if self._base is None:
             return 0
         if self._compiled:  # a compiler leaves garbage. Were it collected later, it would hide what came meanwhile

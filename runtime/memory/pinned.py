@@ -1,11 +1,11 @@
-"""Pinned host memory: chunks that are cut into pieces, by best fit. A piece that comes back waits for its like.
+"""Pinned host memory: chunks that are cut into pieces, by best fit. A piece that comes back waits for a like request.
 
-Pinning stops the device, so chunks stay, and each new one is as large as all before, within bounds. A chunk is a power
-of two, as PyTorch's allocator makes of every request, and the rest of it serves others. A large tensor has a chunk of
-its own, of the size asked for.
+Pinning stops the device, so chunks stay, and each new one is as large as all before together, within bounds. The size
+of a chunk is a power of two, as with PyTorch's allocator, and the rest of it serves other requests. A large tensor has
+a chunk of its own, of the size asked for.
 
-The kernel cannot take pinned memory back, and kills a process where no other is left. So this process pins no more than
-`SHARE` of what its machine or container would have free without that, divided among the ranks.
+The kernel cannot take pinned memory back, and kills a process when no other memory is left. So this process pins no
+more than `SHARE` of what its machine or container would have free without that, divided among the ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARE = 0.75  # of the memory that would be free without ours
 
 
 def _power_of_two(nbytes: int) -> int:
-    """The smallest that is `nbytes` > 0 or more."""
+    """The smallest power of two that is at least `nbytes` > 0."""
     return 1 << (nbytes - 1).bit_length()
 
 
@@ -47,7 +47,7 @@ class _Chunk:
 
 
 _chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
-"""All of this process."""
+"""All chunks of this process."""
 
 
 def pinned_bytes() -> int:
@@ -78,7 +78,7 @@ class Piece:
 class Pinned:
     """The chunks near a device of one of `ranks` processes.
 
-    `let_go`: called where no piece is free, and may drop some.
+    `let_go`: called if no piece of a size is free; it may drop some.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Pinned:
         self._ranks = ranks
         self._let_go = let_go
         self._chunks: list[_Chunk] = []
-        self._back: dict[int, deque[_Place]] = {}  # by size, what has come back
+        self._back: dict[int, deque[_Place]] = {}  # by size, the pieces that came back
         self._lock = threading.Lock()
         self._no_growth = Pause()
 
@@ -132,7 +132,7 @@ class Pinned:
         return None
 
     def _join(self) -> None:
-        """Makes one of what came back and lies side by side, so that other sizes fit."""
+        """Gives pieces that came back to their chunks, where neighbours become one, so that other sizes fit."""
         for size, places in self._back.items():
             while places:
                 chunk, offset, _ = places.popleft()

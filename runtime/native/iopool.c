@@ -1,4 +1,4 @@
-/* A pool of threads that execute positioned reads and writes, so many for each of its drives.
+/* A pool of threads that execute positioned reads and writes, with threads of its own for each drive.
  *
  * Why native: Inductor's CPU kernels hold the GIL, so a Python I/O thread stands still while they run.
  *
@@ -123,7 +123,7 @@ static void *worker(void *argument) {
     return NULL;
 }
 
-/* Whether every drive has a worker; as many as can be had of `threads` for each. */
+/* Starts `threads` workers for each drive, or as many as can be had. Returns whether every drive has one. */
 static int start_workers(Pool *p, int threads) {
     sigset_t all, old;
     sigfillset(&all);
@@ -182,7 +182,7 @@ Pool *pool_create(int drives, int threads) {
     return NULL;
 }
 
-/* The bytes that checksums were computed of. */
+/* The number of bytes whose checksums were computed. */
 uint64_t pool_summed_bytes(Pool *p) { return atomic_load(&p->summed_bytes); }
 
 /* The bytes that a drive was given and has not moved yet. */
@@ -190,9 +190,9 @@ uint64_t pool_under_way(Pool *p, int drive) { return atomic_load(&p->drive[drive
 
 size_t req_size(int parts) { return sizeof(Request) + (size_t)parts * sizeof(Part); }
 
-/* Of a place, `sums`: room for one number per block, or NULL. A write fills it, and the caller passes it to the read.
- * `content`: of memory on a device the bytes that are there; those behind are padding.
- * `device`: that has the memory; NULL for the host. The caller keeps it alive until `pool_destroy` has returned. */
+/* Fills in a request. `sums` of a place: room for one number per block, or NULL. A write fills it, and the caller
+ * passes it to the read. `content` of a place: its bytes that are in the device's memory; padding follows them.
+ * `device`: the one that has the memory; NULL for the host. The caller keeps it alive until `pool_destroy` returned. */
 void req_init(Request *r, Pool *p, int operation, int parts, const Place *places, const Device *device) {
     memset(r, 0, req_size(parts));
     r->pool = p;
@@ -271,8 +271,8 @@ double req_ended(Request *r) { return r->ended; }
 #define DIOALIGN_MASK 0x2000U
 #define DIOALIGN_AT 0x98
 
-/* 1 with the alignments for direct I/O on fd; 0 if the kernel does not say (older than 6.1, or some file systems); -1 if
- * there is no direct I/O on it, although the file may have been opened with O_DIRECT. */
+/* 1 with the alignments for direct I/O on fd; 0 if the kernel does not say (older than 6.1, or some file systems);
+ * -1 if there is no direct I/O on it, although the file may have been opened with O_DIRECT. */
 int dio_alignment(int fd, uint32_t *memory, uint32_t *offset) {
     uint32_t raw[64] = {0}; /* 256 bytes: sizeof(struct statx) */
 #ifdef SYS_statx

@@ -54,7 +54,7 @@ typedef struct Part {
     struct Request *request;
     struct Drive *drive;
     int operation, fd;
-    const Device *device; /* that has `memory`; NULL: the host */
+    const Device *device; /* where `memory` is; NULL: on the host */
     char *memory;
     size_t bytes, cursor; /* cursor: bytes whose pieces a worker has taken */
     int64_t offset;
@@ -72,7 +72,7 @@ typedef struct Place {
 
 typedef struct Request {
     struct Pool *pool;
-    pid_t process; /* that made it: a forked child has no workers, and must not touch the lock */
+    pid_t process; /* the one that made it: a forked child has no workers, and must not touch the lock */
     void *event; /* the device's memory is ready when it has fired */
     int begun;
     double started, ended;
@@ -95,7 +95,7 @@ typedef struct Worker {
     Lane lanes[DEVICES];
 } Worker;
 
-/* Its threads do nothing else, so that a slow drive does not stop the others. */
+/* A drive has threads of its own, so that a slow drive does not stop the others. */
 typedef struct Drive {
     pthread_cond_t work;
     Part *head[2], *tail[2];

@@ -66,7 +66,7 @@ class Pool:
         return made
 
     def summed_bytes(self) -> int:
-        """The bytes that checksums were computed of."""
+        """The number of bytes whose checksums were computed."""
         return int(self.library.summed_bytes(self._pool))
 
     def under_way(self) -> list[int]:

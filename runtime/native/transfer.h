@@ -23,7 +23,7 @@ static int move_bytes(const Part *part, char *memory, size_t from, size_t bytes,
     return 1;
 }
 
-/* Records the sums of the blocks from byte `from` on; of a read, compares them. Returns as `move_bytes`. */
+/* Records the sums of the blocks from byte `from` on for a write, compares them for a read. Returns as `move_bytes`. */
 static int check(const Part *part, const char *memory, size_t from, size_t bytes, Failure *failure) {
     uint64_t *sum = part->sums + from / BLOCK;
     atomic_fetch_add_explicit(&part->request->pool->summed_bytes, bytes, memory_order_relaxed);

@@ -4,7 +4,7 @@
 
 A key has the hardware and software that was measured, an entry the fields of `Entry`. The file is written under the
 lock of a file beside it, or of the temporary directory where no such file can be locked, so that one process measures
-at a time. It is read without.
+at a time. It is read without a lock.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read() -> dict[str, Entry]:
 def exclusive() -> Iterator[dict[str, Entry]]:
     """The entries, locked against other processes. What the caller adds is written at the end.
 
-    None after a RuntimeWarning where nothing can be kept.
+    Empty, after a RuntimeWarning, where nothing can be kept.
     """
     with ExitStack() as turn:
         file = None
@@ -106,13 +106,13 @@ def exclusive() -> Iterator[dict[str, Entry]]:
 
 
 def compute_key(device: torch.device) -> str:
-    """What computes: "compute", and the hardware and software as JSON."""
+    """The key of what computes: "compute", and the hardware and software as JSON."""
     return f"compute {json.dumps(_hardware(device), sort_keys=True)}"
 
 
 def disk_key(config: Options, device: torch.device) -> str:
-    """What moves bytes: "disk", and as JSON what computes, the block devices under the directories (not their paths),
-    engine and checksums."""
+    """The key of what moves bytes: "disk", and as JSON what computes, the block devices under the directories (not
+    their paths), engine and checksums."""
     numbers = [] if config.engine == "memory" else sorted({os.stat(path).st_dev for path in config.dirs})
     drives = [f"{os.major(n)}:{os.minor(n)}" for n in numbers]
     what = _hardware(device) | {"drives": drives, "engine": config.engine, "checksums": config.checksums}

@@ -75,7 +75,7 @@ def calibrated(config: Options, device: torch.device, *, again: bool = False) ->
 
 
 def unmeasured(config: Options, device: torch.device) -> list[str]:
-    """The sections that this process could not measure, and plans with typical rates for."""
+    """The sections that this process could not measure, so that it plans with typical rates."""
     return [section for section, key in _keys(config, device).items() if key in _known and not _known[key].rates]
 
 
@@ -85,7 +85,7 @@ def _keys(config: Options, device: torch.device) -> dict[str, str]:
 
 
 def _node(device: torch.device) -> str:
-    """The rate of a machine that has the time of our nodes. A GPU runs behind the host, which has a lane of its own."""
+    """The name of the rate for the time of our nodes. Beside a GPU the host runs ahead, in a lane of its own."""
     return "node_s" if device.type == "cpu" else "host_node_s"
 
 
@@ -110,7 +110,7 @@ def _missing(keys: Mapping[str, str]) -> dict[str, str]:
 
 
 def _recall(keys: Mapping[str, str], kept: Mapping[str, Entry]) -> None:
-    """Take from `kept` what is missing, and what was tried lately."""
+    """Take missing entries from `kept`, with rates or with a failure that is too recent to try again."""
     for key in _missing(keys).values():
         if key in kept and kept[key].holds:
             _known[key] = kept[key]
@@ -126,7 +126,7 @@ def _typical(reason: str) -> str:
 
 
 def _measured(section: str, config: Options, device: torch.device) -> Entry:
-    """The rates of a section; none, and why, after a warning if they are not those of this machine."""
+    """Measure the rates of a section. If it cannot be measured, warn; the entry then has the reason, and no rates."""
     what = _WHAT[section].format(device=device)
     measure = {"compute": lambda: _compute(device), "disk": lambda: _disk(config, device)}[section]
     try:

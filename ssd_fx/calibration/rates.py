@@ -27,8 +27,8 @@ _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFF
 MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Where that cannot be measured: the generated code launches a kernel in so many times what an operator of PyTorch takes
-# in a row of equal ones. On an H200 that was 5.6 us, and 35 us for each of the 678 launches of a GPT of 12 layers:
+# Where launches cannot be measured: the time of one in generated code, as a multiple of the time of a PyTorch operator
+# in a row of equal ones. On an H200 the two were 35 us, for each of the 678 launches of a GPT of 12 layers, and 5.6 us:
 # docs/results/gpu, "A step that is bound by the host".
 _LAUNCH_PER_KERNEL = 6.0
 # Inductor draws by Philox, one number at a time without vectors. Eager mode's CPU generator, a Mersenne twister, is as
@@ -75,7 +75,7 @@ class Compute:
     def attention_flops(self, dtype: torch.dtype, size: int) -> tuple[float, float]:
         """Flops per second of the fused kernel's forward and backward; (0, 0) where this device has none.
 
-        Of causal attention over long rows, with heads of `size`.
+        Measured in causal attention over long rows, with heads of `size`.
         """
         shape = (8, 16, 4096, size) if self.gpu else (1, 4, 1024, size)
         try:
@@ -89,8 +89,8 @@ class Compute:
     def attention(
         self, dtype: torch.dtype, shape: tuple[int, int, int, int], causal: bool
     ) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Of forward and backward seconds, and flops per second as the roofline counts them. `shape`: of queries, keys
-        and values: batch, heads, length, size of a head.
+        """For forward and for backward: seconds, and flops per second as the roofline counts them. `shape`: batch,
+        heads, length and size of a head, of queries, keys and values alike.
 
         Raises: RuntimeError, NotImplementedError: PyTorch has no fused kernel for it on this device.
         """
@@ -123,7 +123,7 @@ class Compute:
         return self.clock.typical(row) / 50
 
     def launch_s(self, kernel_s: float) -> float:
-        """Seconds of the host for a launch in generated code; by `kernel_s` where Inductor cannot make any."""
+        """Seconds of the host for a launch in generated code; guessed from `kernel_s` where Inductor cannot compile."""
         try:
             return launches.launch_s(self.device)
         except Exception as error:  # of Inductor, of Triton, of a compiler: each has its own

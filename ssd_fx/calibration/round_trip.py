@@ -77,7 +77,7 @@ def round_trip(tensors: Sequence[Tensor], config: str, before: Callable[[], obje
 
 
 def node_s(config: Options, device: torch.device) -> float:
-    """What the host needs for one of our nodes: CPU seconds of the thread that runs the graph, without what it waits.
+    """What the host needs for one of our nodes: CPU seconds of the thread that runs the graph, without its waits.
 
     It is the mean of store, release, load and wait of a small tensor. Before each node the host computes something, as
     in a graph, where the caches have other things: a CPU's kernels, or the code around launches. A node then takes

@@ -22,12 +22,12 @@ from ssd_fx.runtime.device import streams
 
 log = logging.getLogger("ssd_fx")
 _REPEATS = 5
-_ENOUGH_S = 0.1  # of one figure's repeats, and no more than _MOST_S unless a single one takes longer
+_ENOUGH_S = 0.1  # seconds that the runs of one figure take at least; up to _MOST_S if there are fewer than _REPEATS
 _MOST_S = 0.2
 _PATIENCE_S = 20.0  # of the host, which may have to launch a thousand runs of a short kernel
 _BUSY_S = 1.0  # the same where others use the cores
-_OTHERS = 0.15  # share of the cores that other processes use, from which on CPU time counts
-_LOOK_S = 0.3  # the kernel counts in 10 ms
+_OTHERS = 0.15  # if other processes use this share of the cores or more, CPU time counts
+_LOOK_S = 0.3  # the least time to look at other processes: the kernel counts in 10 ms
 
 
 class NoClock(Exception):

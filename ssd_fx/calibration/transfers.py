@@ -33,7 +33,7 @@ class Transfers:
     def rates(self) -> dict[str, float]:
         """The rates of the drive, as `Machine.with_rates` takes them. Closes the engine.
 
-        Bytes per second are those beside compute. A byte has the drag by which it slows that down.
+        Bytes per second are measured beside compute. The drag of a byte is the time by which it slows compute down.
 
         Raises:
             OSError: a transfer failed, or the directory is full.

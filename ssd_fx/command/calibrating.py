@@ -69,7 +69,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _measured(config: Options, device: torch.device) -> Machine:
-    """The rates; on the standard error why some are typical ones. The warning's own advice is to run this command."""
+    """Measure the rates. Print why some are typical ones, without the warning's advice: it is to run this command."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         machine = calibrate.calibrated(config, device, again=True)

@@ -24,7 +24,7 @@ _QUOTAS = ("quota", "usrquota", "grpquota", "prjquota", "uquota", "gquota", "pqu
 
 
 def findings(directory: str) -> Iterator[Finding]:
-    """Of `directory`; the last one is "bad" if activations cannot go there."""
+    """The findings about `directory`; the last one is "bad" if activations cannot go there."""
     try:
         check_directory(directory, allow_tmpfs=Config.make().allow_tmpfs)
     except OSError as error:
@@ -46,7 +46,7 @@ def findings(directory: str) -> Iterator[Finding]:
 
 
 def file_system(mount: mounts.Mount) -> Finding:
-    """Its kind, and whether it is one that suits."""
+    """The kind of a file system, and whether it suits."""
     says, figures = f"{mount.kind} on {mount.source or 'none'}, mounted at {mount.point}", {"kind": mount.kind}
     if mount.kind == "overlay":
         right = "mount a directory of the host's drive into the container, as by docker's `-v /mnt/nvme:/mnt/nvme`"
@@ -74,7 +74,7 @@ def _drive(drive: mounts.Drive) -> Finding:
 
 
 def room(status: os.statvfs_result) -> Finding:
-    """What the file of activations may take."""
+    """The room that the file of activations may take."""
     free = max(0, beyond_the_reserve(status))
     figures = {"usable_bytes": free, "file_system_bytes": status.f_blocks * status.f_frsize}
     says = f"{format_bytes(free)} may be used; 1 GiB or 5% of the file system stay free"

@@ -64,7 +64,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _missing(paths: Iterable[str]) -> list[str]:
-    """What is to be said of those of `paths` that do not exist. What else may be wrong stands among the findings."""
+    """A line about each of `paths` that does not exist. Other errors stand among the findings."""
     missing = []
     for path in paths:
         try:

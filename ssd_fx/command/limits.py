@@ -24,7 +24,7 @@ ROOT = Path("/")
 
 
 def findings() -> Iterator[Finding]:
-    """Of the process, without its directories."""
+    """The findings about the process, without its directories."""
     yield from memory()
     yield auto()
     if torch.cuda.is_available():
@@ -94,7 +94,7 @@ def drives_in_groups(devices: Sequence[str], root: Path = ROOT) -> Iterator[Find
 
 
 _FILES = {  # with the limits of a group, by controller and version of cgroups
-    # The microseconds that a group may run, and of how many; other words for no limit.
+    # The microseconds that a group may run, and the period that they are of; other words for no limit.
     ("cpu", 1): ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
     ("cpu", 2): ("cpu.max",),
     ("blkio", 1): tuple(f"blkio.throttle.{way}_{what}_device" for what in ("bps", "iops") for way in ("read", "write")),

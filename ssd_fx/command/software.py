@@ -23,7 +23,7 @@ from ssd_fx.runtime.errors import first_line
 
 
 def findings(directories: Sequence[str] = ()) -> Iterator[Finding]:
-    """Of versions, compilers, device, GPUDirect Storage, options of the environment, and rates of `directories`.
+    """The findings about versions, compilers, device, GPUDirect Storage, the environment, and rates of `directories`.
 
     Raises:
         ValueError: a bad option in the environment.
@@ -48,7 +48,7 @@ def _versions() -> Finding:
 
 
 def _compiler() -> Finding:
-    """Inductor compiles C++ for the CPU, and our allocator is C++ too."""
+    """The finding about the C++ compiler: Inductor needs one for the CPU, and our allocator does, too."""
     from ssd_fx.compat.inductor import get_cpp_compiler
 
     right = "install g++, as by `apt install g++`, or name a compiler in CXX; Inductor cannot compile for a CPU without"
@@ -103,10 +103,10 @@ def _options() -> Finding:
 
 
 def _rates(directories: Sequence[str]) -> Iterator[Finding]:
-    """The rates that plans are made for here and now, as measured earlier. Those that were not are typical ones.
+    """The rates that plans are made for here and now: measured earlier, or else typical ones.
 
-    Of drives those of `directories`, or of the default ones. What was measured of others, by other threads, versions of
-    torch or options, is counted.
+    The drives are those of `directories`, or of the default ones. Measurements of other directories, or with other
+    threads, versions of torch or options, are only counted.
     """
     known: dict[str, Mapping[str, object]] = {}
     try:
@@ -133,7 +133,8 @@ def _rates(directories: Sequence[str]) -> Iterator[Finding]:
 
 
 def _disks(directories: Sequence[str], device: torch.device) -> dict[str, str]:
-    """What is measured of each directory that exists, or of the default ones, by the key of the cache."""
+    """The drives that may have been measured, in words, by their key in the cache: of the directories that exist, or of
+    the default ones."""
     asked = [{"dirs": [each]} for each in directories if os.path.isdir(each)] if directories else [{}]
     configs = [Config.make(options) for options in asked]
     return {

@@ -1,9 +1,9 @@
 # isort: skip_file
 """All that this package uses of PyTorch's private modules. Who tries a new version of torch reads this folder.
 
-The versions are those of `versions.py`. A name that not all of them have says since which one it is there, and has
-another value before. A name that a new version lacks fails here, when the package is imported. What belongs to
-Inductor's lowerings and its scheduler is in `compat.inductor`, which is imported when a graph is compiled.
+The versions are those of `versions.py`. If older ones of them lack a name, a text beside it says since which version
+PyTorch has it, and it has a fallback. If a new version lacks a name, the import of the package fails here. What belongs
+to Inductor's lowerings and its scheduler is in `compat.inductor`, which is imported when a graph is compiled.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.symbolic_convert import tls
 from torch._guards import CompileContext, CompileId
 
-# Inductor's settings, its custom passes, and the operators that it draws random numbers with.
+# Inductor's settings and custom passes. `inductor_prims` is imported because it defines operators for random numbers.
 from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass, inductor_prims, list_mode_options, list_options
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -88,15 +88,15 @@ from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 
 REGION_BUDGET: str = getattr(fx.traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "_region_activation_memory_budget")
-"""In the annotations of nodes: the budget that a part of the model sets for PyTorch. The name is there from 2.13 on."""
+"""The key in a node's annotations for the budget that part of a model sets for PyTorch, which names it from 2.13 on."""
 
 CustomSchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
-"""From 2.13 on. Before, a pass of the scheduler may be any callable, and Inductor's cache accepts subclasses of
-`CustomGraphPass`."""
+"""The class of passes of the scheduler, from 2.13 on. Before, such a pass may be any callable, and Inductor's cache
+accepts subclasses of `CustomGraphPass`."""
 
 TAKES_SEVERAL_PASSES: bool = hasattr(custom_graph_pass, "get_custom_graph_passes")
-"""Whether Inductor's settings for passes over graphs may be several. It then also tells those that ask whether a graph
-is one of inference. Before, a setting is one pass."""
+"""Whether a setting of Inductor may have several passes over graphs; older versions take one. Inductor then also tells
+a pass that asks whether the graph is for inference."""
 
 
 def is_lite() -> bool:
@@ -132,7 +132,8 @@ def is_within_checkpoint() -> bool:
 
 
 def uncalled(functions: set[Callable[..., Any]]) -> AbstractContextManager[None]:
-    """Within, Dynamo leaves these functions out, and they break no graph. The setting is an alias from 2.13 on."""
+    """Within, Dynamo leaves these functions out, and they break no graph. From 2.13 on the setting is an alias of
+    `ignore_logging_functions`."""
     config = torch._dynamo.config
     patched: AbstractContextManager[None] = config.patch(ignore_logger_methods=config.ignore_logger_methods | functions)
     return patched
@@ -154,7 +155,7 @@ def may_compile_again() -> bool:
 
 
 def compiled_entries(code: CodeType) -> int:
-    """How many times Dynamo has compiled a function, as its limit of recompilations counts: what is forgotten, too."""
+    """How many times Dynamo has compiled a function, as its limit counts: forgotten compilations, too."""
     return len(_debug_get_cache_entry_list(code))
 
 

@@ -50,19 +50,19 @@ if _missing := [name for name in _LINES if not hasattr(lines_of, name)]:
     )
 
 has_saved_lowp_output_use: Any = getattr(lowering, "_has_saved_lowp_output_use", None)
-"""Whether a result of a small dtype is saved and read, and so rounded. From 2.13 on; None before."""
+"""Tells whether a result of a small dtype is saved and read, and so rounded. From 2.13 on; None before."""
 
 can_use_4x_random: Any = getattr(TritonOverrides, "_can_use_4x_random", None)
-"""Whether a kernel may draw four numbers at once. In torch 2.13 those of one dimension do; None before."""
+"""Tells whether a kernel may draw four numbers at once. In torch 2.13 kernels of one dimension may; None before."""
 
 
 def has_channels_last(module: torch.fx.GraphModule) -> bool:
-    """Whether Inductor lays the convolutions of a graph that is trained out with their channels last."""
+    """Whether Inductor lays out the convolutions of a graph for training with their channels last."""
     return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
 
 
 def prefer_channels_last(module: torch.fx.GraphModule) -> Iterable[torch.fx.Node]:
-    """The nodes of such a graph that it would rather lay out with their channels last."""
+    """The nodes of a graph for training that Inductor prefers to lay out with their channels last."""
     lowering: Any = SimpleNamespace(module=module)
     found: Iterable[torch.fx.Node] = GraphLowering.find_nodes_prefer_channels_last(lowering)
     return found

@@ -42,8 +42,8 @@ def loss_only(model: nn.Module) -> None:
 class SsdFxCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not looked at when this is checked
     """Logs what ssd_fx did, whenever the Trainer logs a loss, to everything that the Trainer reports to.
 
-    It needs the Trainer, because callbacks are called in the order in which they were added: those that report have
-    their entry by the time that this one could add to it.
+    It logs an entry of its own, through the Trainer. Callbacks run in the order in which they were added, so it could
+    add to an entry only after those that report have handled it.
     """
 
     def __init__(self, trainer: Trainer) -> None:

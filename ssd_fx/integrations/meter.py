@@ -23,8 +23,8 @@ class Meter:
     def read(self, step: int) -> dict[str, float]:
         """The means over the training steps since the last call (`PER_STEP`), and the present state (`NOW`).
 
-        Of `KNOWN_LATER` that which is known. `step`: how many training steps have ended so far. Names begin with
-        "ssd_fx/".
+        Also the figures of `KNOWN_LATER` that are known by now. `step`: how many training steps have ended so far.
+        Names begin with "ssd_fx/".
         """
         found = stats().as_dict()
         steps = max(1, step - self._step)

@@ -1,1 +1,1 @@
-"""What people read: the report of a step and its page, the dump of a plan, the table of budgets, the options."""
+"""What people read: the report of a step and its page, the dump of a plan, the table of budgets."""

@@ -54,7 +54,7 @@ def advice(known: Facts, found: Figures) -> str:
 
 
 def without_plan(found: Figures) -> str:
-    """Of what was measured alone."""
+    """The advice where no plan is known, from what was measured alone."""
     stall, step = _stall(found)
     if stall > SMALL * step:
         return f"the step waits {format_seconds(stall)} for the drives: a budget in bytes keeps so much more in memory"
@@ -62,7 +62,7 @@ def without_plan(found: Figures) -> str:
 
 
 def _within_memory(known: Facts, found: Figures) -> str:
-    """Under the option `memory`, which leaves nothing to choose but itself; empty without it."""
+    """The advice under the option `memory`, which leaves nothing to choose but itself; empty without it."""
     stats = known.stats
     if stats is None or not stats.memory_limit_bytes:
         return ""
@@ -78,7 +78,7 @@ def _within_memory(known: Facts, found: Figures) -> str:
 
 
 def _worst(found: Sequence[Unfreed]) -> tuple[Unfreed, int]:
-    """The first of those that one line of the model and one holder keep, and their bytes, where these are the most."""
+    """Groups `found` by holder and line of the model. Returns the first of the group with the most bytes, and these."""
     alike: dict[tuple[str, str], list[Unfreed]] = {}
     for each in found:
         alike.setdefault((each.who, each.row.source or each.row.place), []).append(each)
@@ -100,7 +100,7 @@ def _free(worst: Unfreed) -> str:
 
 
 def _above_all(known: Facts, found: Figures) -> str:
-    """Whether a budget in bytes lets everything stay, as the size of the whole memory does; empty if not."""
+    """The advice if a budget in bytes lets everything stay, as the size of the whole memory does; empty if not."""
     budget, movable = _budget(known), found.offloaded_bytes + known.kept[WITHIN]
     if not isinstance(budget, int) or budget < movable or not movable:
         return ""
@@ -146,7 +146,7 @@ def _stall(found: Figures) -> tuple[float, float]:
 
 
 def _keep_more(known: Facts, found: Figures, stall: float) -> str:
-    """Keep what the drive would have written and read in the time that is waited."""
+    """The advice to keep as many bytes as the drive writes and reads in the time that the step waits."""
     rate = known.over_time.transfer_rate()
     movable = found.offloaded_bytes + known.kept[WITHIN]
     if not rate or not movable:
@@ -164,7 +164,7 @@ def _budget(known: Facts) -> object:
 
 
 def _share(budget: float) -> str:
-    """As the option takes it: `1` would be a byte."""
+    """A share as the option takes it, always as a float: `1` would be a byte."""
     return f"budget={round(budget, 3)}"
 
 

@@ -12,7 +12,7 @@ from ssd_fx.runtime.wear import DAY_S, format_days, rated_days
 from ssd_fx.sizes import format_bytes, format_seconds
 
 _COARSE = 0.01  # by a smaller share predicted times cannot be told apart
-_WORTH = 0.05  # of peak or time, that a row which writes must save beside one that does not
+_WORTH = 0.05  # the share of peak or time that a row which writes must save over one that does not
 _AUTO = "auto"  # the budget that the options have by default
 MEMORY = "memory"  # the row of the option of that name
 
@@ -30,7 +30,7 @@ class Prediction:
         step_s: seconds of forward and backward, without the optimizer.
         compute_s: seconds of that without transfers and recomputing.
         stall_s: seconds of that in which the step waits for the drive.
-        written_bytes: to the drives, per step. Of compression it counts what does not depend on the values.
+        written_bytes: to the drives, per step. Compression counts where its result does not depend on the values.
         floor_bytes: the peak with infinitely fast transfers. limit_bytes: the peak that the budget allows.
     """
 
@@ -106,7 +106,7 @@ class Estimate:
 
     @property
     def fastest(self) -> Prediction | None:
-        """Of the budgets that fit the fastest one; of those within 1% of it that which writes least."""
+        """The fastest of the budgets that fit; of those within 1% of its time, the one that writes least."""
         return _fastest(filter(self.fits, self.predictions))
 
     def better(self, row: Prediction) -> Prediction | None:
@@ -117,8 +117,9 @@ class Estimate:
     def best(self) -> Prediction | None:
         """The row to take; None if none fits.
 
-        With `memory` the fastest that fits. Without, "auto", or else the budget with the lowest peak. A rival instead,
-        if it takes and needs hardly more. In any case what is better than that.
+        With `memory` it is the fastest row that fits; without, "auto", or else the budget with the lowest peak. If that
+        row writes, a rival takes its place that is hardly slower and fits (without `memory`: is hardly larger). In any
+        case, a row that is better than the one found takes its place.
         """
         first = self._fastest_that_fits
         if self.memory is None:
@@ -135,12 +136,12 @@ class Estimate:
 
     @property
     def _fastest_that_fits(self) -> Prediction | None:
-        """Of all rows, or what is better than it; None if none fits."""
+        """The fastest of all rows that fit, or a row that is better than it; None if none fits."""
         found = _fastest(filter(self.fits, self.rows))
         return found and self._best_from(found)
 
     def _best_from(self, row: Prediction) -> Prediction:
-        """`row`, or what is better than it, which needs no more memory. It ends, for peak and bytes only fall."""
+        """`row`, or a better one, which needs no more memory. The search ends, because peak and bytes only fall."""
         while better := self.better(row):
             row = better
         return row
@@ -183,7 +184,7 @@ class Estimate:
         return "\n".join([head, rates, *table, *self._lowest(), *filter(None, [self.note]), self.verdict])
 
     def _lowest(self) -> list[str]:
-        """Of budget 0 the limit that it has come to, and how far that is from the floor."""
+        """A line about budget 0: the limit that it has come to, beside the floor."""
         rows = [row for row in self.predictions if row.name == "0"]
         return [f"budget 0: {allowed(row.floor_bytes, row.limit_bytes, 0)}" for row in rows[:1] if row.limit_bytes]
 
@@ -215,7 +216,7 @@ class Estimate:
         return f"take {self._called(best)}: {change}{written}"
 
     def _missing(self) -> str:
-        """By how much nothing fits, what of that is not ours, and what would help."""
+        """By how much even the least row does not fit, which part of it we do not move, and what would help."""
         least, limit = min(row.memory_bytes for row in self.rows), self.memory or 0
         said = (
             f"none fits {format_bytes(limit)}: the least is {format_bytes(least)}, {format_bytes(least - limit)} more; "
@@ -229,7 +230,7 @@ class Estimate:
         )
 
     def _compared(self, best: Prediction) -> Prediction | None:
-        """What a reader would have expected instead: of a budget the first rival, of a rival the budget."""
+        """The row to compare `best` with: the first rival if `best` is a budget, else the budget to take."""
         if best not in self.rivals:
             return next(iter(self.rivals), None)
         return min(self.predictions, key=lambda row: (not self.fits(row), row.budget != _AUTO, row.peak_bytes))
@@ -241,7 +242,7 @@ class Estimate:
 
 
 def _fastest(rows: Iterable[Prediction]) -> Prediction | None:
-    """The fastest row; of those within 1% of it that which writes least, and then has the lowest peak."""
+    """The fastest row; of those within 1% of its time, the one that writes least, and then has the lowest peak."""
     found = list(rows)
     least_s = min((row.step_s for row in found), default=0.0)
     equal = [row for row in found if row.step_s <= (1 + _COARSE) * least_s]

@@ -25,7 +25,7 @@ Sources = Mapping[str, str]  # the lines of the model by the names of the forwar
 
 
 def source_lines(partition: Partition, arguments: Sequence[str] = (), function: str = "") -> Sources:
-    """The line of the model by the name of its node; of an input its name among `arguments`, which are `function`'s."""
+    """By name of a node, its line of the model, or, for an input, its name among the `arguments` of `function`."""
     of = f" of {function}" if function else ""
     found = {n.name: line for n in partition.forward.graph.nodes if (line := source_line(n))}
     for node in partition.forward.graph.find_nodes(op="placeholder"):
@@ -96,8 +96,8 @@ def _host(plan: Plan) -> dict[str, float]:
 
 
 def _host_speedup(partition: Partition, options: PlanOptions) -> float:
-    """How many times as fast as the drives host memory would be, beside a device with memory of its own; 0 without one,
-    and where there is a host budget."""
+    """How many times as fast as the drives host memory would be. 0 on the CPU, which has no other memory, and where
+    there is a host budget already."""
     if device_of(partition).type == "cpu" or options.host_budget:
         return 0.0
     machine = machine_of(partition, options)
@@ -105,7 +105,7 @@ def _host_speedup(partition: Partition, options: PlanOptions) -> float:
 
 
 def recomputed(plan: Plan, sources: Sources) -> list[dict[str, Any]]:
-    """What the partition was made to compute again."""
+    """The tensors that the partition was made to compute again."""
     return [
         {
             "name": r.base,
@@ -152,12 +152,13 @@ def _groups(partition: Partition, plan: Plan, sources: Sources) -> Iterator[Grou
 
 
 def _times(plan: Plan, slot: int) -> Times:
-    """Begin and end of what is predicted of a group."""
+    """Begin and end of each event that is predicted of a group, by kind."""
     return {kind: _rounded(*span) for kind, span in plan.times(slot).items()}
 
 
 def _step(graph: str, over: Replay, stays: int) -> Timeline:
-    """The curve of memory has the highest value of each of at most `POINTS` parts of either direction."""
+    """A replay as a timeline. Its curve of memory has the highest value of each of at most `POINTS` parts of either
+    direction."""
     starts, memory, turned = over.starts, over.memory, over.step.forward
     points = (*_curve(starts[:turned], memory[:turned]), *_curve(starts[turned:-1], memory[turned:]))
     turn, end = _rounded(starts[turned], starts[-1])
@@ -165,7 +166,7 @@ def _step(graph: str, over: Replay, stays: int) -> Timeline:
 
 
 def _curve(starts: Sequence[float], memory: Sequence[int]) -> list[tuple[float, int]]:
-    """Where it is level, the first point alone."""
+    """The points of a curve, thinned. Where it is level it has the first point only."""
     points = thinned([*zip(_rounded(*starts), map(int, memory), strict=True)], POINTS)
     return [point for i, point in enumerate(points) if not i or points[i - 1][1] != point[1]]
 
@@ -176,7 +177,7 @@ def _rounded(*seconds: float) -> tuple[float, ...]:
 
 
 def _outputs(partition: Partition, graph: str, options: PlanOptions, sources: Sources) -> Iterator[GroupRow]:
-    """The saved tensors that are no group's, because they are outputs; with slots below 0."""
+    """The saved tensors that belong to no group, because they are outputs; with slots below 0."""
     saved = {storage_of(n) for n in partition.saved} - {None}
     inputs = {storage_of(n) for n in partition.forward.graph.find_nodes(op="placeholder")}
     kept = {storage_of(n) for n in partition.caller_outputs} & saved - inputs

@@ -77,7 +77,7 @@ def _predicted(plan: Plan) -> list[str]:
 
 
 def _before_recomputing(plan: Plan) -> list[str]:
-    """The figures that the limit follows from, where those of this partition are others."""
+    """A line with the figures from which the limit follows, if they are not those of this partition."""
     if not plan.recomputed:
         return []
     baseline = plan.origin.baseline
@@ -87,7 +87,7 @@ def _before_recomputing(plan: Plan) -> list[str]:
 
 
 def _resident(sizes: dict[str, str]) -> list[str]:
-    """What is in memory besides. A budget in bytes is over all graphs, so what stays of it shows at run time only."""
+    """Lines about what else is in memory. A budget in bytes is over all graphs, so only run time shows what stays."""
     found = []
     if much := sizes.get("shared_budget_bytes"):
         stays = f"up to {much} of what is offloaded stay in memory at run time, the latest of all graphs"
@@ -116,7 +116,7 @@ def _size(group: AliasGroup) -> str:
 
 
 def _points(plan: Plan, group: AliasGroup, names: Names) -> dict[str, str]:
-    """The nodes that a group's nodes stand behind (`>`) or before (`<`); empty of a group that is kept."""
+    """The nodes of the model behind (`>`) or before (`<`) which our nodes of a group stand; empty if it is kept."""
     trip, (forward, backward) = plan.schedule.get(group.slot), names
     if trip is None:
         return {}

@@ -19,11 +19,11 @@ from ssd_fx.sizes import format_bytes
 class Figures:
     """Bytes of memory are above the level before the step. "stock" is the same step without ssd_fx.
 
-    stay_bytes: saved tensors in memory between forward and backward. offloaded_bytes: of the plan, to leave memory.
+    stay_bytes: saved tensors in memory between forward and backward. offloaded_bytes: those that are to leave memory.
     floor_bytes: the peak with infinitely fast I/O. limit_bytes: the peak that the budget allows.
     step_s: forward and backward; of it transfer_s for starting transfers and computing beside them, and the stalls.
     drive_tbw: 10^12 bytes that the drives are rated for; 0 if that is not known.
-    written_bytes, measured_drive_bytes: to drives.
+    written_bytes, measured_drive_bytes: what drives get.
     measured_...: per step, None where nothing was measured. measured_step_s has all that the loop does; 0 if unknown.
     """
 
@@ -48,12 +48,12 @@ class Figures:
 
     @property
     def stall_s(self) -> float:
-        """What the step is predicted to wait for transfers."""
+        """The seconds that the step is predicted to wait for transfers."""
         return self.write_stall_s + self.read_stall_s
 
     @property
     def drive_bytes_s(self) -> float:
-        """What drives get in a second: as measured, or else as predicted; 0 if no time is known."""
+        """The bytes that drives get in a second: as measured, or else as predicted; 0 if no time is known."""
         written = self.written_bytes if self.measured_drive_bytes is None else self.measured_drive_bytes
         seconds = self.measured_step_s or self.step_s
         return written / seconds if seconds else 0.0
@@ -98,7 +98,7 @@ def figures(known: Facts) -> Figures:
 
 
 def highest(peaks: Iterable[int], stays: Iterable[int]) -> int:
-    """The highest of the peaks of graphs, above what the forwards before leave in memory: `stays` of each."""
+    """The highest peak of several graphs, each above the `stays` that the forwards before it leave in memory."""
     levels = accumulate(stays, initial=0)
     return max((level + peak for level, peak in zip(levels, peaks, strict=False)), default=0)
 
@@ -110,7 +110,7 @@ def _must_stay(part: GraphReport) -> int:
 
 
 def _rests(part: GraphReport) -> int:
-    """Bytes of the last graph whose write begins only with another forward: its backward comes first.
+    """Bytes of the last graph that would be written only if another forward began. Its backward comes first.
 
     They take room of the budget.
     """
@@ -159,7 +159,7 @@ def drive_life(found: Figures) -> float:
 
 
 def allowed(floor_bytes: float, limit_bytes: float, budget: object) -> str:
-    """The floor and the limit beside each other. That of budget 0 is chosen (`passes/planner/budget.py`)."""
+    """The floor and the limit beside each other. The limit of budget 0 is chosen (`passes/planner/budget.py`)."""
     said = f"floor {format_bytes(floor_bytes)}, limit {format_bytes(limit_bytes)}"
     if budget != 0 or limit_bytes <= floor_bytes:
         return said

@@ -38,9 +38,9 @@ COPIES = 2  # of what is trained, which an optimizer such as Adam keeps
 class Parts:
     """What a graph is predicted to need, in bytes.
 
-    input_bytes: parameters, buffers and inputs. gradient_bytes: which its backward makes, and trained_bytes: those of
-    parameters. peak_bytes: the most above what was there before it, the gradients included. largest: the largest tensor
-    then, with its module and line.
+    input_bytes: parameters, buffers and inputs. gradient_bytes: gradients that its backward makes. trained_bytes: those
+    of parameters. peak_bytes: the most above what was there before it, the gradients included. largest: the largest
+    tensor at that peak, with its module and line.
     """
 
     input_bytes: int
@@ -85,12 +85,12 @@ class Before:
 
     @property
     def level_bytes(self) -> int:
-        """Of what is there."""
+        """The bytes that are there before the step."""
         return max(self.there_bytes, self.input_bytes)
 
     @property
     def state_bytes(self) -> int:
-        """Of optimizers' state that is not there yet."""
+        """The bytes of optimizers' state that is not there yet."""
         return COPIES * self.trained_bytes if self.optimizers is None else self.optimizers.state_bytes
 
     @property
@@ -112,7 +112,7 @@ class Before:
 
 
 def optimizers_of(made: Iterable[torch.optim.Optimizer], device: torch.device | None = None) -> Optimizers | None:
-    """What there is to know of those that train something; None if there are none.
+    """What is known of the optimizers that train something; None if there are none.
 
     `device`: counts only what has memory there.
     """
@@ -149,7 +149,7 @@ def _first_state(optimizer: torch.optim.Optimizer, new: Sequence[torch.Tensor]) 
 
 
 def _unsafe(optimizer: torch.optim.Optimizer, new: Iterable[torch.Tensor]) -> str:
-    """Why a copy of it should not step; empty if it may. Other people's may launch kernels, or wait for other ranks."""
+    """Why a copy of `optimizer` should not step; empty if it may. Others' may launch kernels, or wait for ranks."""
     if any(type(p) not in fake.PLAIN for p in new):
         return "what it trains is of a class of its own"
     harmless = type(optimizer).__module__.startswith("torch.optim") or all(type(p) is FakeTensor for p in new)
@@ -165,7 +165,7 @@ def told(
     plan: Plan,
     options: PlanOptions,
 ) -> str:
-    """What `about` returns. Logs before whether the graph is predicted to fit the option `memory`, as a warning if not.
+    """Returns what `about` returns. First logs whether the graph is predicted to fit `memory`, as a warning if not.
 
     `memory`: the option. `ranks`: how many processes share the node.
     """
@@ -188,14 +188,14 @@ def told(
 
 
 def optimizers_here(device: torch.device) -> Optimizers | None:
-    """Those of this process. If it has trained without one of torch's, what is there has the state of another one."""
+    """The optimizers of this process. If it has trained and has none of torch's, the state of another one is there."""
     # by `type`: `isinstance` asks the object, which may be a proxy of a dead one
     here = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     return optimizers_of(here, device) or (Optimizers("", 0, 0) if stats().steps > 1 else None)
 
 
 def parts(partition: Partition, plan: Plan, roots: tuple[str, ...]) -> Parts:
-    """Of a graph that is not rewritten yet, and its plan."""
+    """What a graph that is not rewritten yet needs under its plan."""
     found = replay_of(plan)
     owners = nodes_by_storage(partition.forward.graph.find_nodes(op="placeholder")).values()
     inputs = {nodes[0]: _bytes(nodes[0]) for nodes in owners}
@@ -212,8 +212,8 @@ def _bytes(node: fx.Node) -> int:
 
 
 def largest_at(partition: Partition, at: int, roots: tuple[str, ...]) -> str:
-    """The largest tensor that lives during a node, parameters and inputs aside; nodes of the backward follow those of
-    the forward."""
+    """The largest tensor that lives during node `at`, parameters and inputs aside. The backward's nodes are numbered
+    after the forward's."""
     pairs = zip(partition.once(both_kernels), partition.once(both_buffers), strict=True)
     for kernels, buffers in pairs:
         if at < len(kernels.nodes):

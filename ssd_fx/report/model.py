@@ -116,11 +116,11 @@ class GraphReport:
     Attributes:
         graph: its name.
         budget, min_bytes, prefetch: the options. inflight: the option, or what it is by default.
-        rates: where those of the machine come from: "measured", "typical", "typical compute", "given".
+        rates: where the machine's rates come from: "measured", "typical", "typical compute", "given".
         saved_bytes, offloaded_bytes: of all alias groups.
         predicted: the figures of the dump: `step_s`, `peak_bytes` and so on.
-        host_speedup: how many times as fast as the drives host memory would be; 0 where that is no question.
-        whole: whether the graph has the loss: the gradients that come in are those of numbers.
+        host_speedup: how many times as fast as the drives host memory would be; 0 where it does not matter.
+        whole: whether the graph seems to have the loss: its backward gets gradients of single numbers only.
         stock: the step of PyTorch's own partition with everything kept.
         own: the step as planned, without its spans, which the rows have.
         rows: the alias groups, and the saved outputs.
@@ -239,7 +239,7 @@ class Facts:
 
     @property
     def stayed(self) -> frozenset[tuple[str, int]]:
-        """Graph and slot of the groups that were to leave and stayed in the traced step, as that option had room."""
+        """Graph and slot of groups that were to leave, and stayed in the traced step as the option `roomy` had room."""
         return frozenset(self.step.stayed if self.roomy and self.step else ())
 
     def rows(self) -> list[dict[str, Any]]:

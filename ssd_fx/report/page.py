@@ -125,7 +125,7 @@ def _without(whole: Sequence[float], holes: Iterable[Sequence[float]]) -> list[l
 def _groups(known: Facts) -> list[dict[str, Any]]:
     """Every group in every run, in the order of production; those without times last.
 
-    Measured times are there if its graph ran once: of several runs it is not known which one a load is of.
+    Measured times are there if its graph ran once: with several runs it is not known to which one a load belongs.
     """
     rows = {(row.graph, row.slot): row for row in known.groups}
     seen = known.step.times() if known.step else {}

@@ -1,4 +1,4 @@
-"""Tables, in which layers are folded: of the dump, whose rows are in order, and of reports, whose rows are sums.
+"""Tables in which layers are folded: those of the dump, with rows in order, and those of reports, with sums as rows.
 
     tanh    blocks.0.attn  256 B  offload          tanh  blocks.{0..1}.attn x 2  256 B  offload
     exp     blocks.0       256 B  keep        =>   exp   blocks.{0..1} x 2       256 B  keep
@@ -118,9 +118,9 @@ class Layers:
     """Groups of all layers that share a row of a report.
 
     Attributes:
-        what: is said of them.
-        module: with `{}` for the number of the layer.
-        sums: of the figures of the groups.
+        what: the text about the groups.
+        module: their module's name, with `{}` for the number of the layer.
+        sums: the sums of their figures.
     """
 
     what: str
@@ -146,9 +146,9 @@ class Layers:
 
 
 def together(rows: Iterable[tuple[GroupRow, str, tuple[float, ...]]]) -> list[Layers]:
-    """Those of all layers together that are alike but for their number, in the order in which they come first.
+    """Puts groups together that have one text, and one module but for the layer's number; in order of appearance.
 
-    rows: each with what to say of it, and with its figures.
+    rows: groups, each with the text about it and its figures.
     """
     found: dict[tuple[str, str], Layers] = {}
     for row, what, figures in rows:

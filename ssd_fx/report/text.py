@@ -27,7 +27,7 @@ def text(known: Facts) -> str:
 
 
 def lines(known: Facts) -> list[tuple[str, str]]:
-    """The five lines, each with its name; without a plan those that can be told."""
+    """The five lines, each with its name; without a plan, those that can be told."""
     found = figures(known)
     if known.missing:
         return _unplanned(known, found)
@@ -81,7 +81,7 @@ def _limited(known: Facts) -> str:
 
 
 def _gap(known: Facts, found: Figures) -> str:
-    """What a measured peak well above the planned one consists of; empty if it is not."""
+    """What a measured peak consists of that is well above the planned one; empty if it is not above it."""
     gap = (found.measured_peak_bytes or 0) - found.peak_bytes
     if gap <= _NEAR * found.peak_bytes:
         return ""
@@ -103,7 +103,7 @@ def _gap(known: Facts, found: Figures) -> str:
 
 
 def _stayed_bytes(known: Facts) -> int:
-    """Of all that was to leave, in all runs of a step, what stayed because there is room."""
+    """The bytes that were to leave and stayed because there is room, in all runs of a step."""
     rows = (row for part in known.parts for row in part.rows)
     return sum(row.nbytes for row in rows if (row.graph, row.slot) in known.stayed)
 

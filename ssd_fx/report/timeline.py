@@ -59,7 +59,7 @@ class Timeline:
         turn_s: when the backward begins.
         end_s: when the last thing ends.
         stays: bytes that are in memory between forward and backward.
-        stayed: of a measured step graph and slot of the groups that were to be stored and stayed in memory.
+        stayed: in a measured step, graph and slot of the groups that were to be stored and stayed in memory.
     """
 
     order: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Timeline:
 
     @property
     def waits(self) -> list[Span]:
-        """Of the nodes that wait for a transfer the time in which they do."""
+        """The spans in which nodes wait for a transfer: the last part of each such node."""
         return [span._replace(begin=span.end - span.waited) for span in self.spans if span.waited]
 
     def of(self, *kinds: str) -> list[Span]:
@@ -84,7 +84,7 @@ class Timeline:
         return [span for span in self.spans if span.kind in kinds]
 
     def times(self) -> dict[tuple[str, int, int], dict[str, Span]]:
-        """The spans of each group by kind, by graph, slot and run."""
+        """By graph, slot and run, the spans of the group by kind."""
         found: dict[tuple[str, int, int], dict[str, Span]] = {}
         for span in self.spans:
             found.setdefault((span.graph, span.slot, span.run), {})[span.kind] = span
@@ -101,14 +101,14 @@ class Timeline:
 
 
 def joined(parts: Sequence[Timeline]) -> Timeline:
-    """One step of several: each runs between forward and backward of the one before, above what its forward leaves."""
+    """One step of several parts. Each runs between forward and backward of the one before, above what that leaves."""
     spans: list[Span] = []
     forward: list[tuple[float, int]] = []
     backward: list[tuple[float, int]] = []
     begun_s, level, within_s = 0.0, 0, math.fsum(part.end_s for part in parts)
     for run, part in enumerate(parts):
         within_s -= part.end_s
-        turned_s = begun_s + within_s  # what its backward comes later by
+        turned_s = begun_s + within_s  # by how much its backward comes later
         for span in part.spans:
             begin = span.begin + (begun_s if span.kind in (*_FORWARD, "gone") else turned_s)
             end = span.end + (begun_s if span.kind in _FORWARD else turned_s)
@@ -136,9 +136,9 @@ def thinned(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float,
 def measured(events: Iterable[trace.Event]) -> Timeline | None:
     """The last complete step of `events`, which another one follows, or else the only one; None if no forward began.
 
-    A step is what `runtime.step_clock` takes for one, so also one of graphs that keep everything and load nothing. Of a
-    device only some steps have their transfers (`runtime.device.device_trace`): the last of these is taken, if there
-    is one.
+    A step is what `runtime.step_clock` takes for one, so also one of graphs that keep everything and load nothing. On a
+    device, the transfers of only some steps are timed (`runtime.device.device_trace`): the last of these steps is
+    taken, if there is one.
     """
     ordered = sorted(events, key=lambda event: event.started)
     begins: list[int] = []
