@@ -136,9 +136,9 @@ class Plan:
 
     `graph`: the graph's name. `items`: the groups that can be offloaded, on the axis of nodes. `schedule`: where their
     nodes go, on the same axis. `gone_by`: for some groups that are still being written in the backward, the event there
-    at which their memory goes, as its position in the schedule (`planner/copies.py`). `replay` is the predicted step,
-    `baseline` that with everything kept, both on the axis of operators. If the partition recomputes more than PyTorch's
-    own, `proposal` is the plan that asked for it, and `own` a plan of PyTorch's own.
+    at which their memory goes, as its position in the schedule (`planner/freed_by_copies.py`). `replay` is the
+    predicted step, `baseline` that with everything kept, both on the axis of operators. If the partition recomputes
+    more than PyTorch's own, `proposal` is the plan that asked for it, and `own` a plan of PyTorch's own.
     """
 
     graph: str

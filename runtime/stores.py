@@ -12,7 +12,7 @@ from ssd_fx.options import Options
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.deaths import before_work, janitor, when_idle
-from ssd_fx.runtime.device import clock, device_trace, driver, streams
+from ssd_fx.runtime.device import clock, cuda_driver, device_trace, streams
 from ssd_fx.runtime.engines import registry
 from ssd_fx.runtime.entries import GUARD
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
@@ -138,6 +138,6 @@ def _let_go() -> None:
 
 
 when_idle += [CPU_ALLOCATOR.tick, _let_go]
-before_work += [driver.capture_apart]
+before_work += [cuda_driver.capture_apart]
 os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_at_exit)

@@ -21,7 +21,7 @@ from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Decision, Keep, Offload, Plan, Recompute, replay_of
 from ssd_fx.passes.planner.budget import AUTO, Budget, solve_for
-from ssd_fx.passes.planner.copies import begin_later, gone_by, in_order
+from ssd_fx.passes.planner.freed_by_copies import begin_later, gone_by, in_order
 from ssd_fx.passes.planner.off_plan import held_to_its_limit
 from ssd_fx.passes.planner.place import free_bytes
 from ssd_fx.passes.planner.replay import replay

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ssd_fx.compat import _construct_storage_from_data_pointer, current_raw_stream
-from ssd_fx.runtime.device import driver
+from ssd_fx.runtime.device import cuda_driver
 from ssd_fx.runtime.device.clock import Anchor, anchor, timing
 from ssd_fx.runtime.layout import Ints
 
@@ -158,10 +158,10 @@ class CudaStreams(Streams):
 
 
 @functools.cache
-def _driver() -> driver.CudaDriver | None:
+def _driver() -> cuda_driver.CudaDriver | None:
     """NVIDIA's driver; None if this build of torch is not for it, or if it does not work."""
     try:
-        return driver.cuda() if torch.version.cuda else None
+        return cuda_driver.cuda() if torch.version.cuda else None
     except RuntimeError as error:
         _log.warning("streams and pinned memory are PyTorch's: %s", error)
         return None

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from ssd_fx.options import Options
-from ssd_fx.runtime.device import driver, streams
+from ssd_fx.runtime.device import cuda_driver, streams
 from ssd_fx.runtime.engines import cufile
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory, not_readable
 from ssd_fx.runtime.engines.drives import FileExtent, Piece
@@ -56,7 +56,7 @@ class GdsEngine(PosixEngine):
             limit=config.disk_limit,
             checksums=config.checksums,
             opened=partial(_opened, forced=forced),
-            cuda=driver.cuda,
+            cuda=cuda_driver.cuda,
         )
 
     def on_device(self, device: torch.device) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from ssd_fx.runtime.device import driver
+from ssd_fx.runtime.device import cuda_driver
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Extent, Memory, not_readable
 from ssd_fx.runtime.engines.drives import Drives, FileExtent, Piece, open_files
 from ssd_fx.runtime.engines.extents import STEP, BackingFile, Opened
@@ -128,7 +128,7 @@ class Transfer:
             message = f"{place}: checksum mismatch in the block at offset {where}: it is not what was written there"
             return OSError(errno.EIO, message, directory)
         if code == pool.CUDA_FAILED:
-            function, result = driver.FUNCTIONS[failure.function], failure.code
+            function, result = cuda_driver.FUNCTIONS[failure.function], failure.code
             message = f"{place} failed at offset {where}: {function} returned CUDA error {result}"
             return OSError(errno.ENOMEM if result == _CUDA_OUT_OF_MEMORY else errno.EFAULT, message, directory)
         return OSError(code, f"{place} failed at offset {where}: {os.strerror(code)}", directory)
@@ -160,11 +160,11 @@ class PosixEngine:
         limit: int = 0,
         checksums: bool = True,
         opened: Opened = None,
-        cuda: Callable[[], driver.CudaDriver] = driver.cuda,
+        cuda: Callable[[], cuda_driver.CudaDriver] = cuda_driver.cuda,
     ) -> None:
         self._checksums = checksums
         self._cuda = cuda
-        self._devices: dict[int, driver.Device] = {}  # the C code has pointers to these
+        self._devices: dict[int, cuda_driver.Device] = {}  # the C code has pointers to these
 
         def made(directory: str) -> BackingFile:
             check_directory(directory, allow_tmpfs)
@@ -245,7 +245,7 @@ class PosixEngine:
         device = memory.device
         assert device.index is not None, "the device of a tensor has a number"
         cuda, index = self._cuda(), device.index
-        found = self._devices.get(index) or self._devices.setdefault(index, driver.describe(cuda, index))
+        found = self._devices.get(index) or self._devices.setdefault(index, cuda_driver.describe(cuda, index))
         padded = extent.pieces[-1].file.padded(extent.nbytes)
         return self.transfer(write, extent, memory.ptr, padded, device=found, record=partial(cuda.record, index))
 
@@ -257,7 +257,7 @@ class PosixEngine:
         moved: int,
         bounce: Buffer | None = None,
         target: int = 0,
-        device: driver.Device | None = None,
+        device: cuda_driver.Device | None = None,
         record: Callable[[], torch.cuda.Event] | None = None,
     ) -> Transfer:
         """A transfer of the `moved` bytes at `address`: the tensor less its tail, or with padding behind it."""

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ssd_fx.runtime.device.driver import FUNCTIONS
+from ssd_fx.runtime.device.cuda_driver import FUNCTIONS
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory
 from ssd_fx.runtime.engines.posix import PosixEngine
 from tests.cuda_codegen import pretend
@@ -30,7 +30,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 class _Recorded:
-    """`driver.Event`."""
+    """`cuda_driver.Event`."""
 
     def __init__(self, events: dict[int, FakeEvent], event: FakeEvent) -> None:
         self._events, self.cuda_event = events, id(event)
@@ -41,7 +41,7 @@ class _Recorded:
 
 
 class LateDriver:
-    """`driver.CudaDriver`. What goes wrong in a call is a violation of the device."""
+    """`cuda_driver.CudaDriver`. What goes wrong in a call is a violation of the device."""
 
     def __init__(self, gpu: LateGpu) -> None:
         self._gpu = gpu

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ssd_fx.runtime.device.driver import FUNCTIONS
+from ssd_fx.runtime.device.cuda_driver import FUNCTIONS
 from ssd_fx.runtime.engines.base import Memory
 from tests import built
 
@@ -50,7 +50,7 @@ class FakeEvent:
 
 
 class FakeDriver:
-    """`driver.CudaDriver`. `eager`: streams do their work at once, else when they are synchronised."""
+    """`cuda_driver.CudaDriver`. `eager`: streams do their work at once, else when they are synchronised."""
 
     def __init__(self, eager=False):
         library().fake_reset(int(eager))

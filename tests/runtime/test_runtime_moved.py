@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from ssd_fx.options import Options
-from ssd_fx.runtime.device import driver as cuda_driver
-from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.device import cuda_driver, streams
 from ssd_fx.runtime.engines.base import Engine, Memory, outcome
 from ssd_fx.runtime.engines.memory import MemoryEngine
 from ssd_fx.runtime.engines.posix import PosixEngine

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ssd_fx.calibration.rates import out_of_memory
-from ssd_fx.runtime.device import driver, streams
+from ssd_fx.runtime.device import cuda_driver, streams
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.stores import get_store
@@ -18,9 +18,9 @@ N = 10_240  # ten pages, so that it is whole on the drive and a device could rea
 
 @pytest.fixture(autouse=True)
 def anew():
-    driver.cuda.cache_clear()
+    cuda_driver.cuda.cache_clear()
     yield
-    driver.cuda.cache_clear()
+    cuda_driver.cuda.cache_clear()
 
 
 class Library:
@@ -51,16 +51,16 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_said_at_once_and_what_would_do(monkeypatch, case):
     load_library, reason = CASES[case]
-    monkeypatch.setattr(driver, "load_library", load_library)
+    monkeypatch.setattr(cuda_driver, "load_library", load_library)
     with pytest.raises(RuntimeError, match=rf"NVIDIA's driver.*{reason}.*engine='memory'") as raised:
-        driver.cuda()
+        cuda_driver.cuda()
     assert not isinstance(raised.value, OSError)  # which would be taken for the directory's
 
 
 @pytest.mark.parametrize("operation", ["write", "read"])
 def test_the_directory_is_not_to_blame(monkeypatch, tmp_path, operation):
     """A store on the GPU raises; it is no failed write, after which a directory takes nothing any more."""
-    monkeypatch.setattr(driver, "load_library", no_library)
+    monkeypatch.setattr(cuda_driver, "load_library", no_library)
     x = torch.randn(N)
     config = config_json(tmp_path)
     handle = store(x, config) if operation == "read" else None
@@ -103,19 +103,19 @@ class Noting(Library):
                 arguments[0]._obj.value = made[name]
             return self.code if name == self.broken else 0
 
-        return ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0) if name in driver.FUNCTIONS and not self.calls else call
+        return ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0) if name in cuda_driver.FUNCTIONS and not self.calls else call
 
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_a_stream_of_our_own(monkeypatch, code):
     """It comes before PyTorch's, and the thread is afterwards in the context in which it was."""
     library = Noting("cuStreamCreateWithPriority", code)
-    monkeypatch.setattr(driver, "load_library", lambda name: library)
+    monkeypatch.setattr(cuda_driver, "load_library", lambda name: library)
     if code:
         with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority returned 2"):
-            driver.cuda().stream(0)
+            cuda_driver.cuda().stream(0)
     else:
-        assert driver.cuda().stream(0) == 0x99
+        assert cuda_driver.cuda().stream(0) == 0x99
     assert library.calls[-3:] == [
         ("cuCtxPushCurrent_v2", 0x77),
         ("cuStreamCreateWithPriority", None, 1, -1),
@@ -126,8 +126,8 @@ def test_a_stream_of_our_own(monkeypatch, code):
 def test_pinned_memory_is_freed_with_its_tensor(monkeypatch):
     """PyTorch's allocator would keep it, and have taken the next power of two."""
     library = Noting()
-    monkeypatch.setattr(driver, "load_library", lambda name: library)
-    pinned = driver.cuda().pinned(0, 8)
+    monkeypatch.setattr(cuda_driver, "load_library", lambda name: library)
+    pinned = cuda_driver.cuda().pinned(0, 8)
     assert ("cuMemHostAlloc", None, 8, 1) in library.calls
     pinned.fill_(7)
     assert library.memory.raw == bytes([7] * 8)
@@ -142,15 +142,15 @@ def test_pinned_memory_is_freed_with_its_tensor(monkeypatch):
 def test_memory_that_cannot_be_pinned_is_no_fault_of_the_driver(monkeypatch):
     """Calibration then plans with typical rates, as for any device without free memory."""
     library = Noting("cuMemHostAlloc", 2)
-    monkeypatch.setattr(driver, "load_library", lambda name: library)
+    monkeypatch.setattr(cuda_driver, "load_library", lambda name: library)
     with pytest.raises(torch.OutOfMemoryError, match="8 B of host memory cannot be pinned") as raised:
-        driver.cuda().pinned(0, 8)
+        cuda_driver.cuda().pinned(0, 8)
     assert out_of_memory(raised.value)
     assert library.calls[-1][0] == "cuCtxPopCurrent_v2"
 
 
 def test_without_the_driver_memory_and_streams_are_pytorch_s(monkeypatch, caplog):
-    monkeypatch.setattr(driver, "load_library", no_library)
+    monkeypatch.setattr(cuda_driver, "load_library", no_library)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     streams._driver.cache_clear()
     assert streams._driver() is None

@@ -13,7 +13,7 @@ import subprocess
 import pytest
 import torch
 
-from ssd_fx.runtime.device import driver
+from ssd_fx.runtime.device import cuda_driver
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE
 from ssd_fx.runtime.native import loader, pool
@@ -340,14 +340,14 @@ def test_the_table_is_in_the_order_of_the_struct():
         "host_free": "cuMemFreeHost",
         "capture_mode": "cuThreadExchangeStreamCaptureMode",
     }
-    assert tuple(meanings[member] for member in members) == driver.FUNCTIONS
-    assert f"#define DEVICES {driver.DEVICES}\n" in header
-    assert native_parts.library().device_size() == ctypes.sizeof(driver.Device)
+    assert tuple(meanings[member] for member in members) == cuda_driver.FUNCTIONS
+    assert f"#define DEVICES {cuda_driver.DEVICES}\n" in header
+    assert native_parts.library().device_size() == ctypes.sizeof(cuda_driver.Device)
 
 
 def test_too_many_devices():
     with pytest.raises(ValueError, match="device 32 is beyond the 32 devices"):
-        driver.describe(FakeDriver(), 32)
+        cuda_driver.describe(FakeDriver(), 32)
 
 
 def test_the_fake_driver_is_lazy():

@@ -22,7 +22,7 @@ from ssd_fx.passes.axis import Choice, Item, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.partition import Partition, arguments_of, node_names
 from ssd_fx.passes.plan import Offload, Plan, replay_of
-from ssd_fx.passes.planner.copies import gone_by, in_order
+from ssd_fx.passes.planner.freed_by_copies import gone_by, in_order
 from ssd_fx.passes.planner.replay import replay
 from ssd_fx.passes.planner.solve import solve
 from ssd_fx.passes.schedule import Replay, Schedule, Trip
