@@ -10,6 +10,8 @@ How it is measured:
   that one model touched would be warm for the other. All but one of them sleep.
 - A round is one step of every process; the order changes from round to round. Steps of one round see the same machine,
   so their ratios mean something where the times themselves do not.
+- ssd_fx gives memory back that a process has not used for some seconds, and the first touch of new memory takes time.
+  So a process that has waited for its turn for longer makes a step before the one that counts.
 - What a step is and how its memory is counted: training.py.
 """
 
@@ -31,6 +33,7 @@ import peak  # neighbours of this file
 import training
 from training import Step, Task
 
+WAITED_S = 2.0  # less than `PERIOD_S` in runtime/native/allocator.cpp
 PAUSE_S = 0.05  # between turns: OpenMP's threads spin for some milliseconds after their last parallel region
 
 
@@ -54,6 +57,7 @@ class Worker:
 
     def __init__(self, name: str, task: Task) -> None:
         self.name = name
+        self._ended_s = 0.0  # when the last step did
         self._process = subprocess.Popen(
             [sys.executable, training.__file__, json.dumps(asdict(task))],
             env=os.environ | peak.environment(task.preload) | _settings(task),
@@ -72,7 +76,14 @@ class Worker:
             answer = ""
         if not answer:
             raise Ended(self.name, f"the {self.name} worker ended with {self._process.wait()}; its message is above")
+        self._ended_s = time.monotonic()
         return Step(**json.loads(answer))
+
+    def step_in_turn(self) -> Step:
+        """One step; behind another one if the process has waited."""
+        if time.monotonic() - self._ended_s > WAITED_S:
+            self.step()
+        return self.step()
 
     @property
     def process(self) -> int:
@@ -132,7 +143,7 @@ class Workers:
             steps = {}
             for name in order(list(self.workers), number):
                 time.sleep(PAUSE_S)
-                steps[name] = self.workers[name].step()
+                steps[name] = self.workers[name].step_in_turn()
             yield {name: steps[name] for name in self.workers}
 
 
