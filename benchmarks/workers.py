@@ -18,6 +18,7 @@ How it is measured:
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -57,7 +58,6 @@ class Worker:
 
     def __init__(self, name: str, task: Task) -> None:
         self.name = name
-        self._ended_s = 0.0  # when the last step did
         self._process = subprocess.Popen(
             [sys.executable, training.__file__, json.dumps(asdict(task))],
             env=os.environ | peak.environment(task.preload) | _settings(task),
@@ -76,14 +76,7 @@ class Worker:
             answer = ""
         if not answer:
             raise Ended(self.name, f"the {self.name} worker ended with {self._process.wait()}; its message is above")
-        self._ended_s = time.monotonic()
         return Step(**json.loads(answer))
-
-    def step_in_turn(self) -> Step:
-        """One step; behind another one if the process has waited."""
-        if time.monotonic() - self._ended_s > WAITED_S:
-            self.step()
-        return self.step()
 
     @property
     def process(self) -> int:
@@ -111,6 +104,7 @@ class Workers:
     def __init__(self, tasks: Mapping[str, Task]) -> None:
         self.tasks = dict(tasks)
         self.workers: dict[str, Worker] = {}
+        self._ended_s: dict[str, float] = {}  # when the last step of each did
 
     def __enter__(self) -> Workers:
         return self
@@ -134,6 +128,7 @@ class Workers:
         print(f"{name}: compiling, which may take a minute ...", file=sys.stderr, flush=True)
         self.workers[name] = Worker(name, task)
         first_s = self.workers[name].step().time_s
+        self._ended_s[name] = time.monotonic()
         print(f"{name}: first step (compiles) {first_s:.1f} s", file=sys.stderr, flush=True)
         return first_s
 
@@ -143,7 +138,10 @@ class Workers:
             steps = {}
             for name in order(list(self.workers), number):
                 time.sleep(PAUSE_S)
-                steps[name] = self.workers[name].step_in_turn()
+                if time.monotonic() - self._ended_s.get(name, math.inf) > WAITED_S:
+                    self.workers[name].step()
+                steps[name] = self.workers[name].step()
+                self._ended_s[name] = time.monotonic()
             yield {name: steps[name] for name in self.workers}
 
 

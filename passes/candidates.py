@@ -78,7 +78,7 @@ def layered(joint: Joint, own: Candidate, options: PlanOptions) -> Candidate | N
 
 
 def selective(joint: Joint, own: Candidate, first: Plan, options: PlanOptions) -> Candidate | None:
-    """The partition that saves the results of library calls, such as products and attention, and computes the rest
+    """The partition that saves the results of library calls and tensors between layers, and computes most of the rest
     again, as a selective checkpoint of every layer does; None if it cannot be made, or must not be used.
 
     Its plan has the facts of the analyses. `first`: a plan of PyTorch's own partition, with prices.

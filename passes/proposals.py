@@ -72,7 +72,7 @@ def decide_for_all(
 
     Partitions are compared by plans of a short search. The best partition gets a plan of the full search.
     """
-    # no user can set `Limits`: with them the options have the budget 0.0, on which nothing else depends
+    # no user can set `Limits`: with them the options have the budget 0.0, under which plans keep to a limit
     asked = [replace(options, budget=0.0 if isinstance(budget, Limits) else budget) for budget in budgets]
     if not _may_cut_again(joint, options):
         pairs = zip(asked, budgets, strict=True)

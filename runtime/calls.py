@@ -1,8 +1,9 @@
 """The operators as plain functions: what the Python code calls that Inductor generates.
 
 PyTorch's dispatcher turns each argument into a C++ value and back. For an operator whose kernel is Python it does
-nothing else, unless somebody watches: a dispatch mode, or the profiler. Then the operator itself is called.
-`benchmarks/host_time.py --dispatched` has what a tensor costs with it.
+nothing else, unless somebody watches: a mode (of dispatch, or of torch functions, as a default device is), a class with
+`__torch_function__`, or the profiler of this thread. Then the operator itself is called. Profilers of all threads and
+other observers do not see the functions. `benchmarks/host_time.py --dispatched` has what a tensor costs with it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import has_torch_function
 
 from ssd_fx.compat import _len_torch_dispatch_stack, _profiler_enabled
 from ssd_fx.runtime.ops import KERNELS
@@ -20,7 +22,7 @@ def _of(name: str) -> Callable[..., Any]:
     operator, kernel = getattr(torch.ops.ssd_fx, name).default, KERNELS[name]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _len_torch_dispatch_stack() or _profiler_enabled():
+        if _len_torch_dispatch_stack() or has_torch_function(args) or _profiler_enabled():
             return operator(*args, **kwargs)
         return kernel(*args, **kwargs)
 

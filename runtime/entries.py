@@ -117,8 +117,9 @@ def _bury(number: int) -> None:
     if entry is not None:
         entry.store.release(entry)
         del _entries[number]  # after the release: one that a signal ended early is done again
-        if entry.store.when_left:
-            entry.store.when_left()
+        when_left = entry.store.when_left  # `stays` may clear it meanwhile
+        if when_left:
+            when_left()
 
 
 GUARD: Guard[int] = Guard(_bury)

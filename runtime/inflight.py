@@ -16,8 +16,9 @@ SHARE = 32  # or 1/SHARE of a device's memory, if that is more
 def inflight_bytes(device: torch.device) -> int:
     """The most bytes of a device that may be on their way out of memory, where the option `inflight` does not say.
 
-    For a device with streams it is more. The host runs ahead of it, and a store that has to wait for room stops the
-    host. Where one tensor fills the room, the device soon has nothing to do (docs/results/gpu, "Steps on that H200").
+    For a device with streams and much memory it is more. The host runs ahead of it, and a store that has to wait for
+    room stops the host. Where one tensor fills the room, the device soon has nothing to do (docs/results/gpu, "Steps on
+    that H200").
     """
     queued = streams.of(device)
     return max(LEAST_BYTES, queued.memory_bytes(device) // SHARE) if queued else LEAST_BYTES

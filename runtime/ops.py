@@ -19,7 +19,7 @@
 `relies_on`: one of `layout.RELIES_ON`. `donate`: the load may return the stored tensor itself.
 
 The contract is in docs/design.md. The waits mutate an argument, so neither FX nor Inductor drops or merges them.
-Generated code calls the kernels without the dispatcher (`calls.py`).
+Inductor's Python code calls the kernels without the dispatcher, where nobody watches (`calls.py`).
 """
 
 import time

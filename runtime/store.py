@@ -135,7 +135,7 @@ class Store:
         ran or it failed, we copy it to memory of ours. A leaf that requires grad is not copied: it is its owner's, who
         may change it through `.data`.
         `block`: the plan needs the memory, so the release waits for the write in any case. `gone_by`: the plan needs it
-        from the node of the backward with this `seq` on. A tensor that is still being written then is dropped there;
+        from the node of the backward with this `seq` on. A tensor that a device still copies then is dropped there;
         below 0 for none.
 
         If the write is a copy on a device, the tensor's stream waits for it, and not the host.

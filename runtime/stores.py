@@ -36,7 +36,7 @@ def get_store(config: str) -> Store:
 
 
 def forward_begins() -> None:
-    """Starts all writes that wait for the next forward, when a forward begins under any options.
+    """Lets tensors that were stored for `later` be written, when a forward begins under any options.
 
     The backwards of the forwards before come after it. In the capture of a CUDA graph nothing may be written.
     """

@@ -118,7 +118,7 @@ class Kernels:
         return {i for i in self.calls | read if i in self.inside[i]}
 
     def functions(self) -> dict[int, tuple[int, int]]:
-        """For the place of each kernel, the places of the first and the last kernel of its C++ function: on the CPU all
+        """For the place of each loop, the places of the first and the last kernel of its C++ function: on the CPU all
         loops between two library calls are one function. Views of complex numbers are library calls too. Nodes of ours
         cut functions, but their places are not known yet."""
         found, run = dict[int, tuple[int, int]](), list[int]()

@@ -13,9 +13,9 @@ from ssd_fx.options import Tier
 
 Rates = tuple[tuple[str, float], ...]  # pairs of a dtype's name, such as "bfloat16", and a number, mostly flops/s
 HEAD_SIZES = (64, 128)  # the sizes of heads for which a machine has rates of attention
-# The host's time for one of our nodes, where that was not measured: the wrapper's line, the dispatcher, the operator,
-# waking an I/O thread. It was 145 us in a GPT, 172 us in a T5 (docs/decisions.md, "What a step costs beside its
-# compute"). On a GPU it delays the device only if all of the host's work takes longer than the device's.
+# The host's time for one of our nodes, where that was not measured: the wrapper's line, our function, waking an I/O
+# thread. With PyTorch's dispatcher it was 145 us in a GPT, 172 us in a T5 (docs/decisions.md, "What a step costs beside
+# its compute"). On a GPU it delays the device only if all of the host's work takes longer than the device's.
 NODE_S = 150e-6
 _BY_DTYPE = (
     *("flops_by_dtype", "attention_flops", "attention_backward_flops"),

@@ -143,7 +143,7 @@ class _Modelling:
 
     def _base(self) -> tuple[list[int], list[int]]:
         """Bytes alive during every node of both graphs that belong to none of `plan.items`: transients, gradients,
-        outputs, and groups with an obstacle."""
+        outputs, and groups with an obstacle; and bytes of items beyond their span on the axis."""
         forward, backward = self.partition.once(both_buffers)
         kernels, _ = self.partition.once(both_kernels)
         # our nodes stand behind the kernel that makes the tensor, which may run later than the graph has it
@@ -172,13 +172,13 @@ class _Modelling:
     def _read_on(self, buffers: Buffers) -> list[int]:
         """Bytes of the groups of which a copy is stored, from its release on, while the forward still reads the group.
 
-        Where such a group is kept, these bytes count twice.
+        Where the search keeps such a group, these bytes count twice.
         """
         nodes = {n.name: n for n in self.partition.forward.graph.nodes}
         change = [0] * (len(nodes) + 1)
         for group in self.plan.groups:
             item, base = self.plan.items.get(group.slot), nodes[group.base]
-            if item is None or group.pack is None or not group.pack.copy:
+            if item is None or group.pack is None or not group.pack.copy or self.choices[group.slot] == {Choice.KEEP}:
                 continue
             key = storage_of(base)
             assert key is not None

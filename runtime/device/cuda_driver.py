@@ -27,6 +27,7 @@ FUNCTIONS = (  # in the order of struct Cuda in native/pool.h
     "cuThreadExchangeStreamCaptureMode",
 )
 
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _PORTABLE = ctypes.c_uint(1)  # CU_MEMHOSTALLOC_PORTABLE
 _NON_BLOCKING = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING
@@ -99,11 +100,13 @@ class CudaDriver:
     def pinned(self, index: int, nbytes: int) -> torch.Tensor:
         """Pinned host memory for device `index`, uint8, of just that size. It is freed with the tensor.
 
-        Raises: torch.OutOfMemoryError if there is none; RuntimeError if the driver does not work.
+        Raises: torch.OutOfMemoryError if there is none; RuntimeError for another failure of the driver.
         """
         made = ctypes.c_void_p()
         with self._within(index):
             result = self._library.cuMemHostAlloc(ctypes.byref(made), ctypes.c_size_t(nbytes), _PORTABLE)
+        if result not in (0, _OUT_OF_MEMORY):
+            raise _unusable(f"cuMemHostAlloc returned {result}")
         if result:
             raise torch.OutOfMemoryError(
                 f"{nbytes} B of host memory cannot be pinned: cuMemHostAlloc returned {result}"

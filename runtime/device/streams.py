@@ -94,7 +94,7 @@ class Streams:
 
         Raises: RuntimeError if there is none.
         """
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def view(self, address: int, nbytes: int, device: torch.device) -> Tensor:
         """The memory at `address` as uint8. The view keeps nothing alive."""

@@ -229,7 +229,7 @@ def _round_trip(engine: GdsEngine, drive: int, nbytes: int = 64 << 10) -> None:
     queued = streams.of(device) if device else None
     assert device and queued, "checked by status"  # noqa: PT018
     source, target = (queued.empty((nbytes,), (1,), torch.uint8, device) for _ in range(2))
-    pattern = (torch.arange(nbytes) % 251).to(torch.uint8)
+    pattern = (torch.arange(nbytes, device="cpu") % 251).to(torch.uint8)
     queued.copy(queued.current(device), source, pattern)
     extent = FileExtent(nbytes, [engine.drives.take(drive, 0, nbytes)])
     for transfer in (engine.write(extent, Memory.of(source)), engine.read(extent, Memory.of(target))):

@@ -56,10 +56,10 @@ def total_bytes(root: Path = Path("/")) -> int:
 
 
 def least_limit(root: Path = Path("/")) -> int | None:
-    """The bytes that this process's cgroups allow; None for no limit.
+    """The bytes that this process's cgroups allow; None for no limit, as of a kernel without cgroups.
 
     Raises:
-        OSError: the kernel does not tell of cgroups.
+        OSError: the kernel does not tell.
     """
     limits = []
     for group in own_groups("memory", root):

@@ -27,7 +27,7 @@ from ssd_fx.options import Options
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.runtime.build import cache_home, replace_text
 
-_VERSION = 8  # rises when something is measured otherwise, so that figures of before are not used
+_VERSION = 9  # rises when something is measured otherwise, so that figures of before are not used
 _TRIED_S = 600.0  # what could not be measured is not tried again for so long, by any process
 
 

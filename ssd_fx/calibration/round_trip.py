@@ -19,7 +19,7 @@ from torch import Tensor
 from ssd_fx.config import Config
 from ssd_fx.options import Options
 from ssd_fx.ranks import Ranks
-from ssd_fx.runtime import graphs, stats, trace
+from ssd_fx.runtime import calls, graphs, stats, trace
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.device import device_trace, streams
 from ssd_fx.runtime.stores import end_unused
@@ -48,10 +48,10 @@ def round_trip(tensors: Sequence[Tensor], config: str, before: Callable[[], obje
     Raises:
         OSError: a tensor could not be read back, or is not what was stored.
     """
-    ops, host_s = torch.ops.ssd_fx, defaultdict(list)
+    host_s = defaultdict[str, list[float]](list)
 
     def node(name: str, *arguments: object) -> Any:
-        call = getattr(ops, name).default  # as generated code calls it
+        call = getattr(calls, name)  # as generated code calls it
         if before:
             before()
         started = time.thread_time()

@@ -31,7 +31,8 @@ from ssd_fx.sizes import format_bytes
 
 NO_SOURCES: Sources = {}
 _NO_STAGES: Mapping[str, str] = {}
-_ABOUT = re.compile(r"(ssd_fx\.begin_\.default\(.*), '[\w=-]{100,}'(?:, \d+)?\)")  # the plan; reports show it elsewhere
+# The plan; reports show it elsewhere.
+_ABOUT = re.compile(r"((?:ssd_fx_ops\.begin_|ssd_fx\.begin_\.default)\(.*), '[\w=-]{100,}'(?:, \d+)?\)")
 _CALL = re.compile(r"^.*\b(?:ssd_fx_ops|torch\.ops\.ssd_fx)\.(\w+?)_?(?:\.default)?\(.*$", re.MULTILINE)
 _WORDS = {"wait_store": "release", "wait_load": "wait", "begin": "begin"}  # the nodes by their names in plans
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ssd_fx.runtime import calls as calls_of_ours
 from tests.cuda_codegen.code import DEFINITIONS_END, LAUNCHED
 from tests.passes.lowered import Lowered
 
@@ -82,7 +83,7 @@ def _call(graph: Lowered) -> Callable[[list[Any]], Sequence[Any]]:
     names |= dict.fromkeys(("assert_size_stride", "assert_alignment", "get_raw_stream"), _nothing)
     names |= {"torch": torch, "math": math, "aten": torch.ops.aten, "device": torch.device, "inf": math.inf}
     names |= {"async_compile": None, "extern_kernels": _Extern(), "reinterpret_tensor": _reinterpreted}
-    names |= {"empty_strided_cuda": _empty, "copy_if_misaligned": lambda x: x}
+    names |= {"ssd_fx_ops": calls_of_ours, "empty_strided_cuda": _empty, "copy_if_misaligned": lambda x: x}
     exec(compile(calls, "generated code", "exec"), names)
     call: Callable[[list[Any]], Sequence[Any]] = names["call"]
     return call

@@ -88,6 +88,12 @@ def test_marks() -> None:
     assert marked(through_dispatcher) == through_dispatcher + "  # <-- ssd_fx: wait"
 
 
+def test_the_plan_is_not_in_generated_code() -> None:
+    packed = "eJ" * 60
+    for call in ("ssd_fx_ops.begin_(x, 'c', 'g', 1, 2", "torch.ops.ssd_fx.begin_.default(x, 'c', 'g', 1, 2"):
+        assert told_once(f"{call}, '{packed}', 0)\n", "") == f"{call})\n"
+
+
 def test_code_without_options_stays() -> None:
     assert told_once("f(x)\n", "") == told_once("f(x)\n", "{}") == "f(x)\n"
 
