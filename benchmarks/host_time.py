@@ -35,20 +35,15 @@ from ssd_fx.runtime import calls, entries, layout, reader, states, stats, stores
 from ssd_fx.runtime.device import device_trace, streams
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.posix import PosixEngine
+from ssd_fx.runtime.ops import KERNELS
 
 N = 1 << 18  # elements of a tensor: 1 MiB
-COLD_BYTES = 64 << 20  # more than the caches have
+COLD_BYTES = 64 << 20  # more than the caches of a core have, and a good part of the one that cores share
 CPU = torch.device("cpu")
 NODES = ("store", "release", "load", "wait")
 UNTIMED = "timed" in inspect.signature(streams.Streams.record).parameters  # else every event has a time
 
-DISPATCHED = SimpleNamespace(
-    begin_=torch.ops.ssd_fx.begin_.default,
-    store=torch.ops.ssd_fx.store.default,
-    wait_store_=torch.ops.ssd_fx.wait_store_.default,
-    load=torch.ops.ssd_fx.load.default,
-    wait_load_=torch.ops.ssd_fx.wait_load_.default,
-)
+DISPATCHED = SimpleNamespace(**{name: getattr(torch.ops.ssd_fx, name).default for name in KERNELS})
 
 
 class Event:
@@ -169,7 +164,7 @@ class Steps:
         self._gpu, self._config, self._depth = gpu, config, flags.depth
         self._clock: Callable[[], float] = thread_time if flags.cpu else perf_counter
         self._ops: Any = DISPATCHED if flags.dispatched else calls
-        self._others = torch.zeros(COLD_BYTES if flags.cold else 0, dtype=torch.uint8)
+        self._others = torch.zeros(COLD_BYTES, dtype=torch.uint8) if flags.cold else None
         self._token = torch.empty(0, dtype=torch.int64)
 
     def step(self) -> None:
@@ -194,7 +189,8 @@ class Steps:
             self._timed("death", held.clear)
 
     def _timed(self, name: str, call: Callable[..., Any], *arguments: object) -> Any:
-        self._others.add_(1)
+        if self._others is not None:
+            self._others.add_(1)
         before, started = self._gpu.calls.copy(), self._clock()
         result = call(*arguments)
         self.seconds[name].append(self._clock() - started)

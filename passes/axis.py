@@ -103,9 +103,10 @@ class Step:
     """One training step, as the planner sees it.
 
     `seconds` has the time of every operator; the first `forward` of them are the forward's. `base` has the bytes that
-    are alive during every operator, without the items. Up to `host_budget` bytes of items may be in host memory.
-    `launches`: how many launches of the host a step has. `shared`: the costs that several items share. If the step is
-    that of a graph, `slots` has the slot of every item, and `nodes` the first and the last node of every operator.
+    are alive during every operator, whatever is chosen for the items. Up to `host_budget` bytes of items may be in host
+    memory. `launches`: how many launches of the host a step has. `shared`: the costs that several items share. If the
+    step is that of a graph, `slots` has the slot of every item, and `nodes` the first and the last node of every
+    operator.
     """
 
     seconds: tuple[float, ...]

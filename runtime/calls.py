@@ -1,9 +1,9 @@
 """The operators as plain functions: what the Python code calls that Inductor generates.
 
-PyTorch's dispatcher turns each argument into a C++ value and back. For an operator whose kernel is Python it does
-nothing else, unless somebody watches: a mode (of dispatch, or of torch functions, as a default device is), a class with
-`__torch_function__`, or the profiler of this thread. Then the operator itself is called. Profilers of all threads and
-other observers do not see the functions. `benchmarks/host_time.py --dispatched` has what a tensor costs with it.
+PyTorch's dispatcher turns each argument into a C++ value and back. An operator whose kernel is Python needs nothing
+else of it, unless somebody watches. Then the operator itself is called. These watch: a dispatch mode, a mode of torch
+functions such as a default device, a class with `__torch_function__`, the profiler of this thread. Profilers of all
+threads do not see the functions. `benchmarks/host_time.py --dispatched` measures the operators instead.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _bury(number: int) -> None:
     if entry is not None:
         entry.store.release(entry)
         del _entries[number]  # after the release: one that a signal ended early is done again
-        when_left = entry.store.when_left  # `stays` may clear it meanwhile
+        when_left = entry.store.when_left  # `keep_open` may clear it meanwhile
         if when_left:
             when_left()
 

@@ -15,7 +15,7 @@ from ssd_fx.options import Options
 from ssd_fx.runtime import entries, plans
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.deaths import Guard
-from ssd_fx.runtime.stores import close_stores, end_unused, stays
+from ssd_fx.runtime.stores import close_stores, end_unused, keep_open
 
 
 class _Graph(NamedTuple):
@@ -37,7 +37,7 @@ def uses(graph: object, config: str) -> None:
     made = _Graph(parse(config), next(_numbers))
     with _GUARD.lock:
         _living.setdefault(made.config, set()).add(made.number)
-        stays(made.config)
+        keep_open(made.config)
     _GUARD.watch(graph, made, now=False)  # a graph that stores nothing costs no thread
 
 

@@ -58,8 +58,8 @@ def go_on(but: Store) -> None:
         store.writer.go_on()
 
 
-def stays(config: Options) -> None:
-    """A graph uses the store of a configuration, if there is one, which `end_unused` may have been about to end."""
+def keep_open(config: Options) -> None:
+    """Takes back that the store of a configuration, if there is one, is to end: a graph uses it again."""
     store = stores.get(config)
     if store is not None:
         store.when_left = None

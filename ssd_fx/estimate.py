@@ -70,7 +70,7 @@ def estimate(
         batch: another batch size than that of the inputs. It has to be their first size.
         optimizers: one or several, whose state counts.
         rivals: also predict ways that need no drive: a checkpoint around each layer of the model, and PyTorch's
-            `activation_memory_budget`. The checkpoints take one more trace of `model`, which is not changed.
+            `activation_memory_budget`. The checkpoints take one more trace of `model`, which is as before afterwards.
 
     It calls `torch._dynamo.reset()`, so what the process compiled before is compiled again when it runs next.
 

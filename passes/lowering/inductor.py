@@ -29,7 +29,7 @@ from ssd_fx.passes.lowering.order import PinOrder, called
 from ssd_fx.passes.partition import RECOMPUTED, STORED, calls_ours
 
 ops = torch.ops.ssd_fx
-CALLS = "ssd_fx_ops"  # of `runtime/calls.py` in generated code
+CALLS = "ssd_fx_ops"  # the name of `runtime/calls.py` in generated code
 
 
 class AuditedKernel(ir.FallbackKernel):
@@ -188,14 +188,14 @@ def _lower_as_is(operator: OpOverload, *args: Any) -> Any:
     return tree_map_only(ir.IRNode, ir.TensorBox.create, AuditedKernel.create(operator, *args))
 
 
+_AS_IS = (ops.begin_.default, ops.stand_in.default, ops.wait_load_.default)
 LOWERINGS: dict[OpOverload, Callable[..., Any]] = {
+    **{operator: partial(_lower_as_is, operator) for operator in _AS_IS},
     ops.store.default: _lower_store,
     ops.load.default: _lower_load,
     ops.wait_store_.default: _lower_release,
     ops.refuse_stand_ins.default: _lower_refuse_stand_ins,
 }
-for _as_is in (ops.begin_.default, ops.stand_in.default, ops.wait_load_.default):
-    LOWERINGS[_as_is] = partial(_lower_as_is, _as_is)
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""Tensors go to the drives and come back, through the operators that compiled graphs call.
+"""Tensors go to the drives and come back, through the functions that generated code calls.
 
 `ssd-fx doctor` prints how fast that is (`measure`). The planner reckons with the host time of our nodes (`node_s`).
 """

@@ -37,7 +37,7 @@ def findings() -> Iterator[Finding]:
 
 def memory(root: Path = ROOT) -> Iterator[Finding]:
     """The least memory that a control group allows."""
-    with suppress(OSError):  # the kernel has no control groups
+    with suppress(OSError):  # the kernel does not tell of control groups
         limit = least_limit(root)
         if limit is not None:
             says = f"the container allows {format_bytes(limit)} of memory, page cache included"

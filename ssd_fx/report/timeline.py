@@ -101,7 +101,7 @@ class Timeline:
 
 
 def joined(parts: Sequence[Timeline]) -> Timeline:
-    """One step of several parts. Each runs between forward and backward of the one before, above what that leaves."""
+    """One step of several parts. Each runs between forward and backward of the one before, above what it left."""
     spans: list[Span] = []
     forward: list[tuple[float, int]] = []
     backward: list[tuple[float, int]] = []

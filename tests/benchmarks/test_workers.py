@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
+import workers
 from torch import nn
 from training import Model, Task, train_gpt
 from ways import Checkpointed
-from workers import order
+from workers import Workers, order
 
 from tests.bitwise import assert_same_bits
 
@@ -29,6 +31,23 @@ def test_everyone_has_every_place_equally_often(count: int) -> None:
 
 def test_pairs_alternate() -> None:
     assert [order(["a", "b"], number) for number in range(4)] == [["a", "b"], ["b", "a"], ["b", "a"], ["a", "b"]]
+
+
+def test_who_has_waited_for_some_seconds_makes_a_step_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step takes 3 s. The last of a round is the first of the next one, and has not waited."""
+    made, clock = [], [0.0]
+
+    class Fake(SimpleNamespace):
+        def step(self) -> str:
+            made.append(self.name)
+            clock[0] += 3
+            return f"step {len(made)}"
+
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: None))
+    turns = Workers({})
+    turns.workers = {name: Fake(name=name) for name in "ab"}  # type: ignore[misc]
+    assert list(turns.rounds(2)) == [{"a": "step 1", "b": "step 2"}, {"a": "step 5", "b": "step 3"}]
+    assert made == ["a", "b", "b", "a", "a"]
 
 
 def test_a_task_survives_the_command_line() -> None:

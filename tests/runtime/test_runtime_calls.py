@@ -17,24 +17,24 @@ from ssd_fx.runtime.ops import KERNELS
 SIZE = [2, 3], torch.float32, torch.device("cpu")
 
 
-class Dispatched(TorchDispatchMode):
+class Watching:
+    """Of a mode: notes what it sees, and calls it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def watch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-class Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
+class Dispatched(Watching, TorchDispatchMode):
+    __torch_dispatch__ = Watching.watch
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
+
+class Functions(Watching, TorchFunctionMode):
+    __torch_function__ = Watching.watch
 
 
 def test_each_operator_that_is_lowered_is_a_function() -> None:
