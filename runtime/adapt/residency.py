@@ -98,7 +98,7 @@ class Residency:
             self._waited_s += seconds
 
     def loads(self, resident_bytes: int) -> None:
-        """Records a load of a backward, while `resident_bytes` are resident. The first of a step looks for free memory."""
+        """Records a load of a backward, while so many bytes are resident. A step's first one looks for free memory."""
         if not self._loads and self._most > self.least:
             self._free = self._available_bytes() + min(self.more, resident_bytes)
         self._loads = True
