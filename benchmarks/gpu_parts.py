@@ -52,17 +52,20 @@ STEPS = ("ways", "pareto", "long", "fit")  # training steps: parts whose names b
 EARLY = "-v --tb=short --maxfail=5"  # reasons are printed at the end, which must come before the part's time is over
 
 
+def row(layers: int, tokens: int) -> str:
+    """The flags of long context: layers of Llama 3's 8B with its words, one row of so many tokens."""
+    return f"--family long --layers {layers} --width 4096 --heads 32 --batch 1 --seq {tokens}"
+
+
 def long(name: str, layers: int, tokens: int, ways: str) -> Part:
-    """Long context: layers of Llama 3's 8B with its words, one row. benchmarks/long_context.py predicts it."""
-    shape = f"--family long --layers {layers} --width 4096 --heads 32 --batch 1 --seq {tokens}"
-    command = f"{LARGE} --name long-{name} {shape} --warmup 2 --rounds 5 --seconds 30 --ways {ways}"
+    """Long context, which benchmarks/long_context.py predicts."""
+    command = f"{LARGE} --name long-{name} {row(layers, tokens)} --warmup 2 --rounds 5 --seconds 30 --ways {ways}"
     what = f"{layers} layers of width 4,096 with grouped queries, {tokens:,} tokens"
     return Part(f"long-{name}", what, 290, (command,), False, "", FEW)
 
 
-def fit(name: str, what: str, common: str, limits: str) -> Part:
+def fit(name: str, what: str, common: str, shape: str, limits: str) -> Part:
     """The option `memory`: a tight limit, one half way and a wide one, each in a process of its own."""
-    shape, _ = AT_CHECKPOINT[name]
     flags = common.replace("gpu_ways.py", "gpu_fit.py")
     command = f"{flags} --name fit-{name} {shape} --limits {limits}"
     return Part(f"fit-{name}", f"{what}, under three limits of memory", 180, (command,), environment=FEW)
@@ -229,9 +232,11 @@ PARTS = (
     pareto("narrow", "6 layers of width 4,096", LARGE),
     pareto("gpt", "12 layers of width 768", WAYS),
     pareto("middle", "3 layers of width 8,192", LARGE),
-    fit("narrow", "6 layers of width 4,096", LARGE, "8704MiB 10GiB 14GiB"),
-    fit("gpt", "12 layers of width 768", WAYS, "2GiB 2560MiB 4GiB"),
-    fit("middle", "3 layers of width 8,192", LARGE, "18GiB 20GiB 24GiB"),
+    fit("narrow", "6 layers of width 4,096", LARGE, AT_CHECKPOINT["narrow"][0], "8704MiB 10GiB 14GiB"),
+    fit("gpt", "12 layers of width 768", WAYS, AT_CHECKPOINT["gpt"][0], "2GiB 2560MiB 4GiB"),
+    fit("middle", "3 layers of width 8,192", LARGE, AT_CHECKPOINT["middle"][0], "18GiB 20GiB 24GiB"),
+    fit("long", "3 layers of width 4,096, one row of 65,536 tokens", LARGE, row(3, 65_536), "26GiB 34GiB 50GiB"),
+    long("tier", 3, 32_768, "memory:auto posix:auto:16GiB checkpoint"),
     Part(
         "kvikio",
         "real GPUDirect Storage: round trips and bandwidth",

@@ -10,7 +10,8 @@ its weights and what their optimizer keeps, with the gradients that it makes. An
 leaves goes to pinned host memory at some 50 GB/s, or to drives of so many GB/s each way.
 
 Measured: the same model, narrow, in float32, its drive that of DIR. A process for each way, in rounds of one step of
-each (workers.py). On a GPU `make gpu-long` trains it at full width.
+each (workers.py). One way has as much `memory` as the checkpoint's step takes, with weights, gradients and what AdamW
+keeps. On a GPU `make gpu-long` trains it at full width.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from families import WORDS
 from forecasts import Budget, Figure, limit, of_rival, ours
 from h200 import GIB
 from rivals import KEEP, Rival, Sizes, made, per_layer
+from slow_step import call_of
 from system import MIB, announce, write_json
 from training import Model, Step, Task
 from workers import Workers, ratios
@@ -40,6 +42,7 @@ TOKENS = (8192, 16_384, 32_768, 65_536, 131_072)
 NARROW = {"layers": 4, "width": 256, "heads": 4, "vocabulary": 4096}
 HERE = (2048, 4096, 8192)
 INDUCTOR, DEFAULT, LOWEST = "inductor", 'ssd_fx, "auto"', "ssd_fx, budget 0"
+LIMITED = "ssd_fx, memory of the checkpoint"
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def _cells(row: Row, keep: Figure | None) -> Iterator[str]:
 
 
 def measured(flags: argparse.Namespace) -> str:
-    """Markdown: four ways in turns for each length of a row."""
+    """Markdown: five ways in turns for each length of a row."""
     where = announce(flags.dir)
     head = "| tokens | way | s | to Inductor (quartiles) | CPU time | live peak, MiB | written, MiB |"
     lines, cases = [head, "|---|" + "---|" * 6], []
@@ -110,6 +113,9 @@ def measured(flags: argparse.Namespace) -> str:
         model = Model(**NARROW, batch=1, seq=tokens, dropout=0.0, amp=False, seed=0, lr=3e-4, family="long")
         with Workers(_tasks(model, flags.dir)) as workers:
             workers.compile()
+            peak_bytes = max(steps[CHECKPOINT].peak_bytes for steps in workers.rounds(flags.warmup))
+            limit_bytes = kept_bytes(model) + peak_bytes
+            workers.start(LIMITED, _ours(model, flags.dir, memory=limit_bytes))
             rounds = list(workers.rounds(flags.warmup + flags.rounds))[flags.warmup :]
         cases.append({"model": asdict(model), "rounds": [{n: asdict(s) for n, s in r.items()} for r in rounds]})
         lines += [f"| {tokens:,} | {_measured_cells(name, rounds)} |" for name in rounds[0]]
@@ -118,13 +124,21 @@ def measured(flags: argparse.Namespace) -> str:
 
 
 def _tasks(model: Model, directory: str) -> dict[str, Task]:
-    own = {"dirs": [directory], "min_bytes": 65_536}
     return {
         INDUCTOR: Task(model, "inductor"),
         CHECKPOINT: Task(model, "checkpoint"),
-        DEFAULT: Task(model, "ssd_fx", options=own),
-        LOWEST: Task(model, "ssd_fx", options=own | {"budget": 0}),
+        DEFAULT: _ours(model, directory),
+        LOWEST: _ours(model, directory, budget=0),
     }
+
+
+def _ours(model: Model, directory: str, **more: object) -> Task:
+    return Task(model, "ssd_fx", options={"dirs": [directory], "min_bytes": 65_536} | more)
+
+
+def kept_bytes(model: Model) -> int:
+    """What training keeps between steps: weights, their gradients, and two tensors of AdamW for each."""
+    return 4 * sum(each.nbytes for each in call_of(model)[0].parameters())
 
 
 def _measured_cells(name: str, rounds: Sequence[Mapping[str, Step]]) -> str:

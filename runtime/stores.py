@@ -93,18 +93,17 @@ def end_unused(config: Options, when_left: Callable[[], None]) -> None:
 def close_stores() -> None:
     """Ends the I/O, threads and files of all stores. What is in memory can still be loaded, and nothing else."""
     GUARD.drain()
-    with GUARD.lock, ExitStack() as ending:  # if one fails, or a Ctrl-C comes, the others end too
-        for config in stores:
-            ending.callback(_end, config)
+    with ExitStack() as closing:  # without the lock; if one fails, or a Ctrl-C comes, the others end and close too
+        with GUARD.lock, ExitStack() as ending:
+            for config in stores:
+                ending.callback(_end, config, closing)
     CPU_ALLOCATOR.trim()
 
 
-def _end(config: Options) -> None:
+def _end(config: Options, closing: ExitStack) -> None:
     store = stores.pop(config)  # first: whatever interrupts the end, no later step finds a store that writes nothing
-    try:
-        store.end()
-    finally:
-        store.close()
+    closing.callback(store.close)
+    store.end()
 
 
 _inherited: list[object] = []

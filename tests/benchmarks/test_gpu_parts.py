@@ -293,7 +293,7 @@ def test_a_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert {part.name for part in gpu_parts.chosen(["tests"])} == {
         *("roundtrips", "accelerator", "capture", "sanitizer", "training", "ranks", "models")
     }
-    assert [part.name for part in gpu_parts.chosen(["long"])] == ["long-64k", "long-16k"]
+    assert [part.name for part in gpu_parts.chosen(["long"])] == ["long-64k", "long-16k", "long-tier"]
     assert [part.limit_s for part in gpu_parts.chosen(["pareto"])] == [290] * 3, "at once"
     assert all(part.alone for part in gpu_parts.chosen(["fit"])), "three at once took longer than two minutes"
     assert not (tmp_path / "drive").exists()

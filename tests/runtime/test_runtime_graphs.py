@@ -1,5 +1,6 @@
 """A store ends when no graph uses it and no handle can be loaded any more."""
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -109,6 +110,28 @@ def test_a_store_that_cannot_end_leaves_no_other_open(tmp_path, monkeypatch):
                 close_stores()
         engines[broken].close()
         assert [engine._pool._closed for engine in engines] == [True, True]
+
+
+def test_others_go_on_while_engines_close(tmp_path, monkeypatch):
+    """The last transfers of a slow drive may take seconds."""
+    engine, went_on = get_store(config_json(tmp_path)).engine, []
+    close = engine.close
+
+    def other() -> None:
+        with entries.GUARD.lock:
+            went_on.append("while it closes" if close is not None else "too late")
+
+    def closes() -> None:
+        nonlocal close
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(5)
+        close()
+        close = None
+
+    monkeypatch.setattr(engine, "close", closes)
+    close_stores()
+    assert went_on == ["while it closes"]
 
 
 def test_an_operator_in_a_signal_handler_that_interrupted_us(tmp_path):
