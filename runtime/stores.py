@@ -93,10 +93,9 @@ def end_unused(config: Options, when_left: Callable[[], None]) -> None:
 def close_stores() -> None:
     """Ends the I/O, threads and files of all stores. What is in memory can still be loaded, and nothing else."""
     GUARD.drain()
-    with ExitStack() as closing:  # without the lock; if one fails, or a Ctrl-C comes, the others end and close too
-        with GUARD.lock, ExitStack() as ending:
-            for config in stores:
-                ending.callback(_end, config, closing)
+    with ExitStack() as closing, GUARD.lock, ExitStack() as ending:  # they close without the lock
+        for config in stores:  # if one fails, or a Ctrl-C comes, the others end and close too
+            ending.callback(_end, config, closing)
     CPU_ALLOCATOR.trim()
 
 
