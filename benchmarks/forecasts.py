@@ -39,6 +39,7 @@ class Figure:
         return Figure(found.peak, found.seconds, found.written, found.step.floor)
 
 
+EQUAL_PEAKS = 1.0001  # some kilobytes of a gigabyte
 Budget = float | Limits
 Found = list[Figure | None]
 
@@ -53,7 +54,7 @@ def planned_at(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) ->
 
     The planner gets all of them at once. If it cannot meet one, that is the tightest limit, and the others are asked
     again. Nodes of ours lower some peaks a little, which is counted once a plan is made. So a limit under the least
-    that can be met becomes that, and is met if the peak of the plan is under it.
+    that can be met becomes that, and is met if the peak of the plan is at most `EQUAL_PEAKS` times the limit.
     """
     own, asked = cut(joint, options), {budget: budget for budget in budgets}  # and what is asked for instead
     while asked:
@@ -67,7 +68,7 @@ def planned_at(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) ->
                 del asked[tightest]
             continue
         found = dict(zip(asked, map(Figure.of, plans), strict=True))
-        met = {budget: figure for budget, figure in found.items() if figure.peak_bytes <= _tightness(budget)}
+        met = {b: figure for b, figure in found.items() if figure.peak_bytes <= EQUAL_PEAKS * _tightness(b)}
         return [met.get(each) for each in budgets]
     return [None] * len(budgets)
 
