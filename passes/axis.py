@@ -52,8 +52,8 @@ class Item:
     first and last in the backward.
 
     `choices`: those that are allowed. To compute the item again takes `recompute_s` seconds and `launches` launches of
-    the host, and the items `needs` must be in memory. `tier`: where it goes if it is offloaded, to host memory only as
-    far as it fits; None leaves that to the planner.
+    the host, and the items `needs` must be in memory. `tier`: where it goes if it is offloaded, to host memory only if
+    that has room for it; None leaves that to the planner.
     """
 
     nbytes: int
@@ -121,7 +121,8 @@ class Step:
 
     @cached_property
     def own_again_s(self) -> list[float]:
-        """Seconds to recompute every item, without its shared costs: a set of items never costs less than their sum."""
+        """Seconds to recompute every item, without its shared costs. A set of items never costs less than the sum of
+        these."""
         own = [item.recompute_s for item in self.items]
         for shared in self.shared:
             for i in shared.items:
@@ -130,7 +131,8 @@ class Step:
 
     @cached_property
     def fair_again_s(self) -> list[float]:
-        """Seconds to recompute every item, with a part of its shared costs: by bytes, as if all were recomputed."""
+        """Seconds to recompute every item, with a part of its shared costs: these are split by bytes, as if all items
+        that share them were recomputed."""
         fair = list(self.own_again_s)
         for shared in self.shared:
             nbytes = sum(self.items[i].nbytes for i in shared.items)
@@ -150,7 +152,7 @@ class Step:
     produced = _of_items(lambda item: item.produced)
     last_use = _of_items(lambda item: item.last_use)
     first_use = _of_items(lambda item: item.first_use)
-    free_bytes = _of_items(lambda item: item.nbytes if len(item.choices) > 1 else 0)  # 0: it has no choice
+    free_bytes = _of_items(lambda item: item.nbytes if len(item.choices) > 1 else 0)  # 0 if the item has no choice
 
     @cached_property
     def arrays(self) -> Arrays:

@@ -23,7 +23,7 @@ from ssd_fx.passes.schedule import EMPTY, Interval, Replay, Schedule
 if TYPE_CHECKING:
     from ssd_fx.passes.partition import Partition
 
-PlanPass = Callable[["Partition", "Plan"], "Plan"]  # decides, never edits FX
+PlanPass = Callable[["Partition", "Plan"], "Plan"]  # it decides, and never edits a graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ Decision = Keep | Offload | Recompute
 class Mark:
     """What the user decided for a group; `reason` names the call, option or policy.
 
-    `tier`: where it is to be stored, in host memory only as far as it fits; empty if the planner decides. `itself`: the
-    tensor was marked, not its module.
+    `tier`: where the group is to be stored, in host memory only if that has room for it; empty if the planner decides.
+    `itself`: the tensor was marked, not its module.
     """
 
     decision: Literal["keep", "offload", "prefer_offload", "recompute"]
@@ -77,7 +77,7 @@ class Price:
     """The cost of computing a group again.
 
     `nodes`: the names of the nodes that must run again. `needs`: the slots of the groups that they read. `launches`:
-    how many of the nodes the host launches by themselves.
+    how many of the nodes are a launch of their own.
     """
 
     seconds: float
@@ -102,8 +102,9 @@ class Limits:
 
     The planner obeys three. `memory`: the peak, above the level before the step. `kept`: the groups that are kept
     although they could leave memory. `stays`: the groups that could leave memory, but are there when the backward
-    begins, kept or not written yet. The runtime obeys the other two. `resident`: the tensors that may stay in the same
-    memory beyond the peak. `shared`: a budget over all graphs for the tensors stored last, which stay in memory.
+    begins, kept or not written yet. The runtime obeys the other two. `resident`: the tensors that may stay in memory in
+    addition to the peak. That is the host budget, if the device is the CPU, and else 0. `shared`: the tensors that may
+    stay in memory, counted over all graphs. Those stored last stay.
     """
 
     memory: float
@@ -114,7 +115,8 @@ class Limits:
 
 
 NodeTimes = tuple[tuple[float, ...], tuple[float, ...]]
-"""The predicted start of every node in ms, for the forward and for the backward. The last entry of each is its end."""
+"""The predicted start of every node in ms, for the forward and for the backward. The last entry of each is the end of
+that graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +124,8 @@ class Launches:
     """The kernels and library calls that the host launches on a device.
 
     `step`: their number in a step, with one for each gradient that autograd adds up. `again`: names of the forward's
-    nodes that are a launch each if the backward computes them again. The others become parts of the kernels that read
-    them.
+    nodes that are a launch each if the backward computes them again. The other nodes become parts of the kernels that
+    read them.
     """
 
     step: int = 0
@@ -135,10 +137,11 @@ class Plan:
     """Everything that was decided for one partitioned graph. Each pass fills its fields; mappings are by slot.
 
     `graph`: the graph's name. `items`: the groups that can be offloaded, on the axis of nodes. `schedule`: where their
-    nodes go, on the same axis. `gone_by`: for some groups that are still being written in the backward, the event there
-    at which their memory goes, as its position in the schedule (`planner/freed_by_copies.py`). `replay` is the
-    predicted step, `baseline` that with everything kept, both on the axis of operators. If the partition recomputes
-    more than PyTorch's own, `proposal` is the plan that asked for it, and `own` a plan of PyTorch's own.
+    nodes go, on the same axis. `gone_by`: some groups are still being written in the backward, and other tensors need
+    their memory before the load. For these, the event of the backward at which their memory goes, given by its position
+    in `schedule.backward` (`planner/freed_by_copies.py`). `replay` is the predicted step, `baseline` the step with
+    everything kept, both on the axis of operators. If the partition recomputes more than PyTorch's own, `proposal` is
+    the plan that asked for that, and `own` a plan of PyTorch's own partition.
     """
 
     graph: str
@@ -169,7 +172,8 @@ class Plan:
         asked = self.proposal
         if asked is None:
             return ()
-        before = asked.recomputed  # for the user's policy
+        # those that were computed again before this proposal: for the user's policy, or in a selective partition
+        before = asked.recomputed
         groups = [g for g in asked.groups if isinstance(asked.decisions.get(g.slot), Recompute)]
         return before + tuple(
             Recomputed(g.base, asked.modules[g.slot], g.nbytes, asked.prices[g.slot].seconds) for g in groups
@@ -222,7 +226,7 @@ class Plan:
         found, edges = replay_of(self), list[tuple[float, int]]()
         for i, trip in found.schedule.items():
             if self.schedule[found.step.slots[i]].is_later:
-                continue  # another forward begins it, if any does
+                continue  # only another forward begins the write
             nbytes = found.step.moved[i]
             edges += (found.ends[trip.store.at], nbytes), (found.writes[i][1], -nbytes)
         return max(itertools.accumulate(nbytes for _, nbytes in sorted(edges)), default=0)
@@ -231,8 +235,8 @@ class Plan:
         """The predicted times of a group that can be offloaded: begin and end in seconds from the start of the step.
 
         `store`: it is produced. `release`: the forward reads it no more, and may wait for its write. `wait`: the step
-        waits for its read until the backward uses it. `last`: the backward has used it. Where it happens, `write` and
-        `read`: its transfers; `gone`: its memory is free.
+        waits for its read until the backward uses it. `last`: the backward has used it. Only if they happen: `write`
+        and `read`, its transfers, and `gone`, while its memory is free.
         """
         found, item = replay_of(self), self.items[slot]
         step, starts, ends = found.step, found.starts, found.ends
@@ -247,14 +251,14 @@ class Plan:
         waited_s, wait_s = (found.stalls.get(event, 0.0) for event in (trip.release, trip.wait))
         spans = {
             "store": (produced, produced),
-            "release": (until - waited_s, until),  # behind the waits of others at its place
+            "release": (until - waited_s, until),  # other releases at its place may wait before it
             "wait": (used - wait_s, used),
             "last": (last, last),
         }
         if i in found.reads:
             gone = max(released, write[1])
             spans |= {"write": write, "read": found.reads[i], "gone": (gone, max(load, gone))}
-        elif not self.schedule[slot].is_later:  # the load cuts it short
+        elif not self.schedule[slot].is_later:  # the load cuts the write short
             spans["write"] = (min(write[0], load), load)
         return spans
 

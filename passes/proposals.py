@@ -5,13 +5,13 @@
     judge    its own plan, which must be faster than that of PyTorch's partition
 
 Proposals begin from two more partitions. The layered one saves the tensors between layers (`joint/layers.py`).
-PyTorch's own may save none of these, and then no layer can be computed again by itself. The selective one saves the
-results of products too, as a selective checkpoint of every layer does, and it may be taken as it is. The layered one is
-cut only if the proposal from PyTorch's own is better than all partitions found until then.
+PyTorch's own partition may save none of these, and then no layer can be computed again by itself. The selective one
+saves the results of products too, as a selective checkpoint of every layer does, and it may be taken as it is. The
+layered one is cut only if the proposal from PyTorch's own partition is better than all partitions found until then.
 
 Prices do not count the memory that the chain of a group needs while it is computed again. If a partition has a higher
 floor for that reason, the next proposal is made for a limit that is lower by as much. If its floor is above the limit,
-the next proposal saves the tensors that are computed again where memory is above the limit.
+the next proposal saves those tensors that this partition computes again while memory is above the limit.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE
 from ssd_fx.passes.planner.select import over, with_nodes
 from ssd_fx.passes.planner.solve import BudgetError
 
-ROUNDS = 4  # proposals; each takes a short search, and a partition by PyTorch
+ROUNDS = 4  # at most so many proposals; each takes a short search, and a cut by PyTorch
 GAIN = 1e-2  # the share of a step by which recomputing must be predicted to be faster: figures are coarse
 NEARER = 1e-3  # the same, once the partition of a proposal was as fast as predicted, within its limit
-SPARED = 0.1  # the share of the bytes written by which recomputing must be predicted to write less, in the same time
+SPARED = 0.1  # recomputing, if it takes the same time, must be predicted to write fewer bytes by this share
 
 
 def cut(joint: Joint, options: PlanOptions) -> Candidate:
@@ -72,7 +72,8 @@ def decide_for_all(
 
     Partitions are compared by plans of a short search. The best partition gets a plan of the full search.
     """
-    # no user can set `Limits`: with them the options have the budget 0.0, under which plans keep to a limit
+    # A user cannot set `Limits`. For a budget that is `Limits`, the options get the budget 0.0: such plans keep to a
+    # limit.
     asked = [replace(options, budget=0.0 if isinstance(budget, Limits) else budget) for budget in budgets]
     if not _may_cut_again(joint, options):
         pairs = zip(asked, budgets, strict=True)
@@ -88,15 +89,16 @@ def decide_for_all(
 
 
 def decide_with_room(joint: Joint, own: Candidate, options: PlanOptions) -> tuple[Partition, Plan]:
-    """The best partition for steps that leave `options.room` free, and its plan; if the partition for the options'
-    budget is hardly slower, that one.
+    """The best partition and its plan, if measured steps left `options.room` free (a share, see `PlanOptions`). The
+    partition for the options' own budget is taken instead if it is hardly slower, or if the peak of the other is higher
+    by more than half of the room.
 
     The plan has the lowest peak in either case. The runtime holds as many bytes as it measures to fit, whatever the
     plan says, and later it may have to hold fewer. So the room decides only which tensors are computed again.
     """
     (least, lowest), (partition, roomy) = decide_for_all(joint, own, options, [options.budget, options.room])
     tight, loose = replay_of(lowest), replay_of(roomy)
-    if loose.seconds > (1 - GAIN) * tight.compute_s:  # without its waits: held tensors wait for no drive
+    if loose.seconds > (1 - GAIN) * tight.compute_s:  # waits do not count: held tensors wait for no drive
         return least, lowest
     plan = with_nodes(partition, decide(partition, options, analysed=roomy))
     room = options.room * (loose.step.everything - loose.step.floor)
@@ -113,7 +115,7 @@ class Proposals:
 
     def __init__(self, joint: Joint, own: Candidate, options: PlanOptions) -> None:
         self.joint, self.own, self.options = joint, own, options
-        self.first: Plan | None = None  # of `own`, once it is decided
+        self.first: Plan | None = None  # the last plan of `own` that was proposed
         self.found: list[Candidate] = []
         self._cut: dict[frozenset[str], Partition | None] = {}
 
@@ -142,7 +144,7 @@ class Proposals:
         return plan
 
     def best(self, options: PlanOptions, budget: Budget, proposal: Plan) -> Candidate:
-        """The best partition for a budget, with a plan of the full search, or that of the short search if it is better.
+        """The best partition for a budget, with a plan of the full search, or of the short search if that is better.
 
         `proposal`: a plan of PyTorch's partition for this budget in which groups may be computed again.
         """
@@ -205,7 +207,8 @@ class Proposals:
         return _gains(proposal, best_within(self.found, limits), gain)
 
     def _may_gain(self, base: Candidate, limits: Limits) -> bool:
-        """Whether a proposal from `base` may be better than all found: none takes less time than `base` computes."""
+        """Whether a proposal from `base` may be better than all found. None takes less time than the compute of
+        `base`."""
         best = best_within(self.found, limits)
         if best is None or best.replay.written or base.plan.node_ms is None:
             return True
@@ -226,8 +229,8 @@ class Proposals:
     ) -> None:
         """Look for partitions within limits, by proposals that begin from `base`.
 
-        The partition of a proposal for these limits may need more memory than predicted, that of a proposal for tighter
-        limits less than it may. Then the next proposal is for a limit half way between the two.
+        The partition of a proposal for these limits may need more memory than predicted. That of a proposal for tighter
+        limits may need less than the limits allow. Then the next proposal is for a limit half way between the two.
         """
         tight, saved, met = limits, frozenset[int](), 0.0
         above = limits.memory
@@ -298,7 +301,8 @@ def best_within(found: Iterable[Candidate], limits: Limits) -> Candidate | None:
 
 
 def _gains(proposal: Plan, first: Candidate | None, gain: float = GAIN) -> bool:
-    """Whether to cut the graph again: for a step that is faster by a share `gain`, or as fast and spares the drive."""
+    """Whether to cut the graph again: for a step that is faster by a share `gain`, or is as fast and spares the
+    drive."""
     if not proposal.recomputed_nodes:
         return False
     found = replay_of(proposal)

@@ -2,8 +2,8 @@
 
 A graph names its store only in the arguments of its ops, because it may come from a compile cache. So we watch the
 function that our backend returns: it is made for a cached graph too, and whoever can run the graph holds it. The store
-of a configuration ends when the last of these functions has died and no backward can come that loads from it.
-A store that a direct call of an op made lives until `close`. A store that is needed again is made again.
+of a configuration ends when the last of these functions has died and no backward can come that loads from it. If an op
+is called directly and makes a store, that store lives until `close`. A store that is needed again is made again.
 """
 
 import functools
@@ -29,7 +29,8 @@ _living: dict[Options, set[int]] = {}
 
 
 def uses(graph: object, config: str) -> None:
-    """Records that `graph` uses the store of a configuration. While it lives the store stays, for later graphs too.
+    """Records that `graph` uses the store of a configuration. While the graph lives, the store stays, for later graphs
+    too.
 
     Waits for the end of stores whose graphs have died.
     """
@@ -47,8 +48,8 @@ def close() -> None:
     Compiled graphs still work: the next forward makes new stores. A backward whose forward ran before this call finds
     what is still in memory; its load of a tensor on the drive raises a RuntimeError. Without this call a store ends
     when no graph with its options is left, after `torch._dynamo.reset()` or the model's death, and no backward that
-    loads from it can come any more. A signal handler or a `__del__` that has interrupted ssd_fx itself gets the end of
-    the stores a moment later, in another thread.
+    loads from it can come any more. If a signal handler or a `__del__` that has interrupted ssd_fx itself calls this,
+    the stores end a moment later, in another thread.
     """
     if _GUARD.is_mine() or entries.GUARD.is_mine():
         _GUARD.soon(None)
@@ -60,7 +61,7 @@ def close() -> None:
 def _check(graph: _Graph | None) -> None:
     """Ends the store of a graph that died if no other graph uses it. With `_NO_GRAPH` an entry of the store died.
 
-    None: ends all stores. Called once more if a signal ended it early.
+    None: ends all stores. Called once more if a signal ended the first call early.
     """
     if graph is None:
         close_stores()

@@ -59,7 +59,7 @@ class Writer:
         self._encoder = Encoder(config, habits)
         self._inflight = config.inflight_bytes
         self.planned: dict[torch.device, int] = {}  # by device, bytes that plans have on their way at a time
-        self._caps: dict[torch.device, int] = {}  # asked once: it is a call of the device's library
+        self._caps: dict[torch.device, int] = {}  # each is asked for once, by a call of the device's library
         self.in_vain = CopiesInVain()
         self._followed: deque[tuple[streams.Queued, str, int, int, int]] = deque()  # untraced copies, oldest first
         self._said_no_memory = False
@@ -96,7 +96,7 @@ class Writer:
         return arrival.waited_s()
 
     def go_on(self) -> Completion | None:
-        """Starts the writes that are due, as far as they find room in flight. Returns what holds the next one up.
+        """Starts the writes that are due, as far as they find room in flight. Returns what holds the next write up.
 
         Called without the lock. What another thread encodes just now is not waited for.
         """
@@ -114,11 +114,14 @@ class Writer:
             entry.later = False
 
     def reap(self) -> None:
-        """Drops our references to the tensors that have been written. Nothing overtakes a copy to host memory."""
+        """Drops our references to the tensors that have been written.
+
+        It looks no further than an unfinished copy to host memory, which nothing overtakes.
+        """
         self.in_vain.let_go()
         while self._followed and self._followed[0][0].done():
             copy, graph, slot, seq, nbytes = self._followed.popleft()
-            outcome(copy)  # now its span is known
+            outcome(copy)  # from here on the span of the copy is known
             trace.transfer("write", graph, slot, seq, copy.span(), nbytes, "ok", self._engine.name)
         unfinished = 0
         ended = []
@@ -149,8 +152,8 @@ class Writer:
         c.count("kept", entry.slot, entry.nbytes, str(error))
         try:
             if error.errno not in NOT_OF_THE_DRIVE and entry.extent is not None:
-                self._engine.failed(entry.extent, error)  # while it has its extent, which knows its drive
-        finally:  # its warning may be an error
+                self._engine.failed(entry.extent, error)  # while the entry has its extent, which knows its drive
+        finally:  # the warning of `failed` may be raised as an error
             self._end_write(entry, State.KEPT, "failed")
         if error.errno == errno.ENOMEM and not self._said_no_memory:
             self._said_no_memory = True
@@ -194,10 +197,10 @@ class Writer:
     def give_away(self, entry: Entry) -> None:
         """Ends an entry's write, or its wait for one, because nobody will read it. The tensor may be written into.
 
-        A copy that is queued on a stream goes on: nothing can take it back, and the host would wait for all copies
-        before it. Nobody reads what it moves. Until it has ended, or the stream of the memory waits for it, nobody else
-        gets the memory that it reads, and it counts as being written. Otherwise a host far ahead of its device would
-        give away more and more.
+        A copy that is queued on a stream goes on: nothing can take it back, and to see it end the host would wait for
+        all copies before it. Nobody reads what it moves. Until the copy has ended, or the stream of the memory waits
+        for it, nobody else gets the memory that the copy reads, and that memory counts as being written. Otherwise a
+        host far ahead of its device would give away more and more.
         """
         write, held = entry.write, entry.held
         if isinstance(write, streams.Queued) and write.cannot_fail() and not write.done():
@@ -237,14 +240,15 @@ class Writer:
         self._followed.clear()
 
     def count_out(self, entry: Entry) -> None:
-        """Counts the entry no longer as outstanding: the backward asked for it, or it dies."""
+        """Counts the entry no longer, neither in the forecast nor as in use: the backward asked for it, or it dies."""
         self._peak.remove(entry)
         self._ledger.releases(entry)
 
     def _hold(self, entry: Entry, x: Tensor) -> str:
         """Takes a tensor over. Returns the codec that encodes it before it is resident; empty for none."""
         held = counter = versioned_alias(x)
-        if entry.layout != entry.seen:  # a view of `counter` would keep the storage for as long as `counter` lives
+        if entry.layout != entry.seen:
+            # not a view of `counter`: that would keep the storage for as long as `counter` lives
             held = alias(x, entry.layout)
             drop_storage(counter)
         entry.stream = streams.current(x.device)
@@ -263,7 +267,7 @@ class Writer:
             entry.early = True
         else:
             to_come = self._peak.add(entry)
-            entry.early = to_come > self._residency.nbytes  # they cannot all stay, and the oldest go first
+            entry.early = to_come > self._residency.nbytes  # not all that is to come can stay, and the oldest go first
         if self.limit:
             self._ledger.uses(entry)
         if self._encoder.codecs:
@@ -281,8 +285,8 @@ class Writer:
     def _encode(self, entry: Entry, name: str, to: Place) -> None:
         """Encodes what an entry holds, without the lock, and then lets it be resident, or starts its write.
 
-        Meanwhile another thread may load the tensor, or its entry may die. If it had to be copied aside, it is encoded
-        again.
+        Meanwhile another thread may load the tensor, or its entry may die. If the tensor was in the caller's memory and
+        was copied to ours meanwhile (`Store._put_aside`), it is encoded again.
         """
         with GUARD.lock:
             held = entry.held
@@ -307,7 +311,7 @@ class Writer:
                         self._ledger.move(entry, State.RESIDENT)
                     else:
                         self._start(entry)
-        except BaseException:  # Ctrl-C or no memory: it stays as it is
+        except BaseException:  # Ctrl-C or no memory: the tensor stays as it is
             with GUARD.lock:
                 if entry.state is State.ENCODING:
                     self._ledger.move(entry, State.KEPT)
@@ -316,7 +320,7 @@ class Writer:
             del mine  # now, and not before the end of `in_turn_with`: kernels of the codec may still read it
 
     def due(self) -> Entry | None:
-        """The resident entry that should be written next, or None. An early one waits for those before it."""
+        """The resident entry that should be written next, or None. An early entry waits for those before it."""
         if self._ended:
             return None
         for entry in self._ledger.resident:  # no generator: when it ends it swallows a Ctrl-C
@@ -325,8 +329,8 @@ class Writer:
         return None
 
     def _too_many(self) -> bool:
-        """Whether more is resident than may be. Under a limit two times count: now, without what is being written, and
-        when the graph has released all."""
+        """Whether more is resident than may be. Under a limit two moments count: now, without what is being written,
+        and the moment when the graph has released everything."""
         ledger = self._ledger
         if not self.limit:
             return ledger.resident_bytes > self._residency.nbytes
@@ -342,7 +346,7 @@ class Writer:
         return found if self._inflight else max(found, self.planned.get(device, 0))
 
     def _start_due(self, here: streams.Stream | None = None) -> Completion | Entry | None:
-        """Starts the writes that are due. Returns the write that holds the next one up, or the entry to encode next.
+        """Starts the writes that are due. Returns the write that the next one waits for, or the entry to encode next.
 
         `here`: the stream on which this thread computes, if the caller knows.
         """
@@ -378,7 +382,7 @@ class Writer:
         return self.in_vain.oldest() or (oldest.write if oldest else None)
 
     def _oldest(self) -> Entry | None:
-        """The entry that has been written for longest; None if there is none."""
+        """The entry whose write has been going on for longest; None if there is none."""
         for entry in self._ledger.writing:  # no generator: when it ends it swallows a Ctrl-C
             if entry.write:
                 return entry
@@ -398,7 +402,7 @@ class Writer:
             memory = Memory.of(held)
             entry.address = memory.ptr
             entry.write = self._engine.write(extent, memory)
-            entry.on_drive = extent.on_drive  # now: it may move on from host memory before the write's end is seen
+            entry.on_drive = extent.on_drive  # now: the bytes may leave host memory before the end of the write is seen
             entry.write.start()
         except OSError as error:
             self.finish(entry, error)

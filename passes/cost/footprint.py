@@ -19,14 +19,15 @@ from ssd_fx.passes.partition import Partition, storage_key, tensors_of
 
 @dataclass(frozen=True)
 class Buffers:
-    """The storages of one graph that will be buffers, by storage key. A kernel runs at the place of one of its nodes.
+    """The storages of one graph that will be buffers, by storage key. A kernel runs at the place of a node.
 
     `first`, `last`: the places of the kernels that write a buffer and that read it last (the output is no reader).
-    `read_last`: the last of the nodes, in the order of the graph, whose kernels read it. `read_first`: the first node
-    that reads it, or the place of a kernel that reads it, if that is earlier. `nbytes`: its bytes. `held`: the buffers
-    that the graph returns. `in_place`: the buffers that a kernel writes over an input that dies there, with that input.
-    `functions`: by place of a kernel, the first and the last place of the C++ function that it becomes a part of.
-    `within`: by place of a call, the bytes that it takes while it runs and gives back.
+    `read_last`: of the loops and calls that read it, the last by its place in the graph, wherever its kernel runs.
+    `read_first`: the first node that reads it, or the place of a kernel that reads it, if that is earlier. `nbytes`:
+    its bytes. `held`: the buffers that the graph returns. `in_place`: the buffers that a kernel writes over an input
+    that dies there, each with that input. `functions`: by place of a kernel, the first and the last place of the C++
+    function that it becomes a part of. `within`: by place of a call, the bytes that the call takes, and gives back when
+    it ends.
     """
 
     first: Mapping[int, int]
@@ -40,14 +41,15 @@ class Buffers:
     within: Mapping[int, int]
 
     def alive(self, keys: Iterable[int], count: int) -> list[int]:
-        """Bytes alive during every one of `count` nodes: the buffers `keys`, and `within` a call. Other buffers are
-        counted elsewhere.
+        """Bytes alive during each of `count` nodes: those of the buffers `keys`, and those that a call takes
+        (`within`). Other buffers are counted elsewhere.
 
         A C++ function has all its results in memory before any buffer that it reads is freed.
         """
         change = [0] * (count + 1)
         counted = set(keys)
-        over = {source for key, source in self.in_place.items() if key not in counted}  # by buffers counted elsewhere
+        # inputs that a buffer counted elsewhere is written over
+        over = {source for key, source in self.in_place.items() if key not in counted}
         for key in counted:
             first, last = self.first[key], self.last[key]
             begin, end = self.functions.get(first, (first, first))[0], self.functions.get(last, (last, last))[1]
@@ -66,15 +68,17 @@ class Buffers:
         return list(itertools.accumulate(change))[:count]
 
     def cut(self, before: Sequence[int]) -> Buffers:
-        """The buffers, with every C++ function cut where a call stands before one of these nodes, which are sorted."""
-        functions: dict[tuple[int, int], list[int]] = {}  # the places of each
+        """The same buffers, with the C++ functions cut at calls. A call stands before each of the nodes `before`, which
+        are sorted."""
+        functions: dict[tuple[int, int], list[int]] = {}  # by piece of a function, the places of its kernels
         for place, (first, _) in sorted(self.functions.items()):
             functions.setdefault((first, bisect_right(before, place)), []).append(place)
         return replace(self, functions={at: (run[0], run[-1]) for run in functions.values() for at in run})
 
 
 def buffers(kernels: Kernels, donated: Collection[str] = ()) -> Buffers:
-    """Predict the buffers of a graph. Inputs named in `donated` may be written over when they die."""
+    """Predict the buffers of a graph. `donated`: names of inputs that may be written over when they die, as Inductor
+    uses the word."""
     first = {key: kernels.at[i] for key, i in kernels.maker.items()}
     last = dict(first)
     read_last = dict(kernels.maker)
@@ -103,7 +107,8 @@ def _in_registers(kernels: Kernels, strides: Strides, readers: Mapping[int, set[
     """The results of loops that only loops of the same kernel read: the kernel keeps them in registers.
 
     A kernel with a reduction may go over its elements twice, and a result that it needs both times is in memory. On the
-    CPU that is a row of it, if all loops go row by row (`try_outer_loop_fusion_with_local_buf`, torch 2.13).
+    CPU only one row of the result is in memory, if all loops go row by row (`try_outer_loop_fusion_with_local_buf`,
+    torch 2.13).
     """
 
     def is_own(key: int) -> bool:
@@ -122,14 +127,14 @@ def _in_registers(kernels: Kernels, strides: Strides, readers: Mapping[int, set[
 
 
 def both_buffers(partition: Partition) -> tuple[Buffers, Buffers]:
-    """The buffers of the forward and of the backward, to which the saved tensors are donated; for `Partition.once`."""
+    """The buffers of the forward, and of the backward, which may write over the saved tensors; for `Partition.once`."""
     forward, backward = partition.once(both_kernels)
     return buffers(forward), buffers(backward, {n.name for n in partition.saved})
 
 
 def _reads(kernels: Kernels) -> Iterable[tuple[int, int]]:
-    """Pairs of a node and a storage that it reads. A view reads none. `copy_` is a view of its target that reads its
-    source."""
+    """Pairs of a node and a storage that it reads. A view reads no storage. `copy_` is a view of its target that reads
+    its source."""
     for reader, node in enumerate(kernels.nodes):
         if node.op == "output":
             continue
@@ -147,10 +152,10 @@ def _in_place(
     nbytes: Mapping[int, int],
     donated: Collection[str],
 ) -> dict[int, int]:
-    """The results that a loop writes over an input, each with that input. The input has the same size and dtype, dies
-    there, and is read in the order of writing. Other loops of the same kernel may read it too, if this loop reads their
-    results. No loop writes over the result of a scatter, which wrote over its own operand (`decide_inplace_update`,
-    torch 2.13).
+    """The results that a loop writes over an input, each with that input. The input has the same size and dtype and
+    dies there, and the loop reads its elements in the order in which it writes. Other loops of the same kernel may read
+    the input too, if this loop reads their results. No loop writes over the result of a scatter, which wrote over its
+    own operand (`decide_inplace_update`, torch 2.13).
 
     `ends`: for each buffer, all loops of the kernel that reads it last.
     """

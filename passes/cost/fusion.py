@@ -1,13 +1,13 @@
-"""Which kernels of a graph Inductor will fuse because they read the same buffers, and when the fused ones run.
+"""Which kernels of a graph Inductor will fuse because they read the same buffers, and when the fused kernels run.
 
     norm = f(x)      mm(norm)         both loops read x and go over the same elements: one kernel, which runs when
-    ...                               the mm needs `norm`; what else it computes is there, and takes memory, that
-    dx = g(x, dy)                     much earlier than in the graph
+    ...                               the mm needs `norm`. Its other results, such as `dx`, then take memory much
+    dx = g(x, dy)                     earlier than in the graph
 
-Inductor refuses some fusions (`can_fuse` and `can_fuse_horizontal` in its choices.py, torch 2.13): kernels of too many
-loops, and loops that do not read each other and share next to nothing or are too far apart. We have it refuse more
-(`are_apart`). For example, the first layers of an encoder and of a decoder read the same table. If they were one
-kernel, the results of both would be alive from the encoder on.
+Inductor refuses some fusions (`can_fuse` and `can_fuse_horizontal` in its choices.py, torch 2.13). A kernel may not
+have too many loops. Loops that do not read each other must share enough bytes and must not be too far apart. We have
+Inductor refuse more fusions (`are_apart`). For example, the first layers of an encoder and of a decoder read the same
+table. If these layers were one kernel, the results of both would be alive from the encoder on.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from dataclasses import dataclass, field
 
 from ssd_fx.compat import inductor_config as config
 
-# Each reader of a buffer is paired with the next so many readers. If all layers read it, all pairs would be too many.
+# Each reader of a buffer is paired with the next so many readers. If all layers read a buffer, its readers would make
+# too many pairs otherwise.
 NEAR = 8
-# Loops that do not read each other are fused over so many kernels at most: a number in the code of
-# `Scheduler.are_long_distant_nodes`. It counts our own nodes too, which are not known yet when this is asked.
+# Loops that do not read each other are fused only if they are at most so many kernels apart: a number in the code of
+# `Scheduler.are_long_distant_nodes`. Inductor counts our own nodes among them, but these are not known yet when fusion
+# is predicted.
 FARTHEST = 64
-# They are fused over so many library calls at most: about those of a layer. This limit is ours, and `lowering/order.py`
-# has Inductor keep it too.
+# At most so many library calls may stand between two such loops: about as many as a layer has. This limit is ours, and
+# `lowering/order.py` has Inductor keep it too.
 CALLS_BETWEEN = 8
-# The same limit if the backward computes the earlier loop again, such as a gelu. Between it and the loop of gelu's
-# backward stand two products, for the gradients of the next linear layer. Both loops read the same tensor, and they
-# would read it twice if they were kept apart.
+# The same limit if the backward computes the earlier loop again, such as that of a gelu. Between this loop and the loop
+# of gelu's backward stand two products, for the gradients of the next linear layer. Both loops read the same tensor,
+# and they would read it twice if they were kept apart.
 CALLS_BEHIND_AGAIN = 2
 
 
@@ -42,9 +44,9 @@ WORTH_SHARING = 1 / 16
 def are_apart(calls: int, earlier: bool, later: bool, shared: int, written: int) -> bool:
     """Whether two loops that do not read each other must not be fused, with so many library calls between them.
 
-    `earlier`, `later`: whether the backward computes that loop again by our choice. The later loop would move to the
-    place of the earlier one, and recomputing should happen late. `shared`: the bytes that both read. `written`: the
-    bytes that the later one writes.
+    `earlier`, `later`: whether the backward computes that loop again by our choice. If they were fused, the later loop
+    would move to the place of the earlier one, and recomputing should happen late. `shared`: the bytes that both read.
+    `written`: the bytes that the later loop writes.
     """
     most = 0 if later else CALLS_BEHIND_AGAIN if earlier else CALLS_BETWEEN
     return calls > most or (calls > 0 and shared < WORTH_SHARING * written)
@@ -54,8 +56,9 @@ def are_apart(calls: int, earlier: bool, later: bool, shared: int, written: int)
 class Space:
     """The elements that a loop goes over: their number, and how the loop is nested.
 
-    `outer`: the iterations of the outermost of nested loops. A reduction has an outer loop over its results. On the
-    CPU any loop has one if it reads a row or a column again and again; else one loop goes over all elements.
+    `outer`: the iterations of the outermost of nested loops. A reduction has an outer loop over its results. On the CPU
+    any loop has an outer loop if an input is read again and again, as a row or a column is (broadcast), or if an input
+    is not dense in the order of its dimensions. Else one loop goes over all elements.
     """
 
     elements: int
@@ -123,7 +126,8 @@ class _Group:
     """The loops that became one kernel; `loops` is their number. They stand at the places from `first` to `last`.
 
     `results`: how many results each of its reductions has; None if it has no reduction. `written`: bytes that it
-    writes. `readers`: loops, of any group, that read its results. `again`, `running`: as in `Loop`, for any of them.
+    writes. `readers`: loops, of any group, that read its results. `again`, `running`: as in `Loop`, if that holds for
+    one of its loops.
     """
 
     first: int
@@ -150,7 +154,7 @@ class Groups:
     """The loops by group. A group is named by one of its loops, its root."""
 
     def __init__(self, loops: Mapping[int, Loop]) -> None:
-        self._parent = {k: k for k in loops}  # a loop of the same group; the root is its own
+        self._parent = {k: k for k in loops}  # by loop, one of the same group; a root is its own parent
         self._groups: dict[int, _Group] = {}  # by root
         for k, loop in loops.items():
             results = loop.space.outer if loop.space is not None and loop.space.reduces else None
@@ -161,10 +165,10 @@ class Groups:
                 self._groups[source].readers.add(k)
         self._rank = {at: rank for rank, at in enumerate(sorted(loop.at for loop in loops.values()))}
         self._calls = sorted(loop.at for loop in loops.values() if loop.space is None)
-        self._spans: list[tuple[int, int]] = []  # first and last of every group that was made, by the first
+        self._spans: list[tuple[int, int]] = []  # (first, last) of every merged group, sorted by `first`
 
     def fuse(self, a: int, b: int, nbytes: int) -> None:
-        """Make two groups that share `nbytes` one, unless that is refused, or one reads the other through a third."""
+        """Merge two groups that share `nbytes`, unless that is refused, or one reads the other through other groups."""
         a, b = self.of(a), self.of(b)
         if a == b or self._is_refused(a, b, nbytes) or self._path(a, b) or self._path(b, a):
             return
@@ -174,7 +178,8 @@ class Groups:
         bisect.insort(self._spans, (group.first, group.last))
 
     def _is_refused(self, a: int, b: int, nbytes: int) -> bool:
-        """Whether a rule for all kernels forbids it, or one for kernels that do not read each other."""
+        """Whether a rule forbids merging two groups. Some rules are for all kernels, others only for kernels that do
+        not read each other. A running sum and its reader are not merged if a library call stands between them."""
         one, other = self._groups[a], self._groups[b]
         if one.loops + other.loops > config.max_fusion_size:
             return True
@@ -197,15 +202,16 @@ class Groups:
     def places(self) -> dict[int, int]:
         """When each loop runs: at the last loop of its kernel, or before a kernel that reads it and runs earlier.
 
-        In the second case it gets a place where no other kernel runs, behind all kernels that it reads: with two at one
-        place, the tensors that one reads would seem alive beside those that the other writes. If no place is free, it
-        gets that of its reader. No kernel runs before the first loops of all kernels that it needs, so one that is
-        fused with a gradient at the end of the backward waits for it. That is the order of `lowering/order.py`.
+        In the second case the kernel gets a place where no other kernel runs, behind all kernels that it reads. If two
+        kernels had one place, the tensors that one of them reads would seem alive beside those that the other writes.
+        If no place is free, the kernel gets the place of its reader. A kernel never runs before the first loop of any
+        kernel that it needs. So if a loop is fused with the loop of a gradient at the end of the backward, their kernel
+        runs there, and its readers run later. That is the order of `lowering/order.py`.
         """
         at = {root: group.last for root, group in self._groups.items()}
         readers = {root: {self.of(n) for n in group.readers} - {root} for root, group in self._groups.items()}
         begins, ready = dict.fromkeys(at, -1), dict.fromkeys(at, 0)
-        upwards = list(graphlib.TopologicalSorter(readers).static_order())  # readers first
+        upwards = list(graphlib.TopologicalSorter(readers).static_order())  # readers come before what they read
         for root in reversed(upwards):
             group = self._groups[root]
             for reader in readers[root]:

@@ -62,13 +62,13 @@ class _Work:
 class Kernels:
     """The kernels of one graph. Its nodes are named by their indices.
 
-    `storages`: the storages of a node's outputs, with their bytes. `computes`: whether a kernel computes the node; none
-    computes a view. `calls`: the nodes that are library calls. `inside`: the loops and calls that compute a node, each
-    named by the node whose result it writes to memory. That is the node itself, or its readers, if it is cheap to do
-    again in each. `early`: the readers that compute a node themselves although it is written for a later reader.
-    `maker`: the node that writes a storage; an input counts as its own maker. `reads`: the storages that a node reads
-    from memory, with the bytes. `kernel`: the kernel of a loop, the same for fused loops. `reducing`: the kernels with
-    a reduction. `at`: the place where a loop runs. `sums`: the loops that are a reduction.
+    `storages`: the storages of a node's outputs, with their bytes. `computes`: whether a kernel computes the node; no
+    kernel computes a view. `calls`: the nodes that are library calls. `inside`: the loops and calls that compute a
+    node, each named by the node whose result it writes to memory. A node computes itself, or each of its readers
+    computes it, if it is cheap to do again. `early`: the readers that compute a node themselves although it is written
+    for a later reader. `maker`: the node that writes a storage; an input counts as its own maker. `reads`: the storages
+    that a node reads from memory, with the bytes. `kernel`: the kernel of a loop, the same for fused loops. `reducing`:
+    the kernels with a reduction. `at`: the place where a loop runs. `sums`: the loops that are a reduction.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -77,8 +77,8 @@ class Kernels:
         self._sizes = [_sizes(n) for n in self.nodes]
         self.storages = [{key: whole for key, (whole, _) in sizes.items()} for sizes in self._sizes]
         self.view: list[bool] = []
-        self._sources: list[list[int]] = []  # the nodes that a node reads through views; below, its readers
-        self._readers: list[list[int]] = [[] for _ in self.nodes]
+        self._sources: list[list[int]] = []  # the nodes that a node reads, through views
+        self._readers: list[list[int]] = [[] for _ in self.nodes]  # the nodes that read it, through views
         self._strided: set[int] = set()  # the nodes that `as_strided` views: they must be written
         for i, node in enumerate(self.nodes):
             self._link(i, node)
@@ -108,7 +108,8 @@ class Kernels:
     def split(self) -> set[int]:
         """The kernels that become two: on a device Inductor sums up columns in parts, and then the parts.
 
-        It does so where one thread for each column would leave the device idle (`num_splits` in its ir.py, torch 2.13).
+        Inductor does so where one thread for each column would leave the device idle (`num_splits` in its ir.py, torch
+        2.13).
         """
         return {self.kernel[i] for i in self.sums if not is_on_cpu(self.nodes[i]) and _sums_columns(self.nodes[i])}
 
@@ -173,7 +174,7 @@ class Kernels:
         """Which nodes Inductor does not write to memory, but computes inside their readers; and `early`."""
         inlined: dict[int, _Work] = {}
         early: dict[int, set[int]] = {}
-        again: dict[int, _Work] = {}  # the work of early readers
+        again: dict[int, _Work] = {}  # the work of the nodes in `early`, which their early readers do
         for i, node in enumerate(self.nodes):
             if not self.computes[i] or not is_inlined(node) or i in self.calls:
                 continue
@@ -201,7 +202,8 @@ class Kernels:
         its configuration, torch 2.13). It counts operations, of which a node has about two.
 
         A node that a call reads through a view is written when Inductor comes to that call. Until then its readers
-        compute it themselves, and so do those of an output that reads nothing, as indices (`make_loader`)."""
+        compute it themselves. A returned node that reads no memory, such as indices, is not written at once either: its
+        other readers compute it themselves (`make_loader`)."""
         node, readers = self.nodes[i], self._readers[i]
         most_reads, most_operations = (12, 25) if is_on_cpu(self.nodes[i]) else (8, 15)
         called = any(r in self.calls and self.nodes[r] in node.users for r in readers)
@@ -216,8 +218,8 @@ class Kernels:
         return bool(self.nodes[i].op == "output")
 
     def is_read(self, key: int, i: int) -> bool:
-        """Whether a node reads a storage of its inputs from memory: some node writes it, and this one does not compute
-        it itself."""
+        """Whether the node `i` reads a storage of its inputs from memory: a node writes that storage, and `i` does not
+        compute it itself."""
         return key in self.maker and i not in self.early.get(self.maker[key], ())
 
     def _reads(self, i: int) -> dict[int, int]:
@@ -257,8 +259,8 @@ def both_kernels(partition: Partition) -> tuple[Kernels, Kernels]:
 
 
 def _sizes(node: fx.Node) -> dict[int, tuple[int, int]]:
-    """Storages of the node's outputs, each with its bytes and with the bytes that a reader of it reads. These are never
-    more than the storage has, even if the tensor is expanded."""
+    """Storages of the node's outputs, each with its bytes and with the bytes that a reader of the output reads. A
+    reader never reads more bytes than the storage has, even if the tensor is expanded."""
     found: dict[int, tuple[int, int]] = {}
     for tensor in tensors_of(node):
         key = storage_key(tensor)
@@ -279,7 +281,8 @@ def _shape(node: fx.Node) -> Space:
 
 
 def _rows(node: fx.Node) -> Space | None:
-    """The space that a pointwise node asks of a loop on the CPU: nested loops, if an input lies in another order."""
+    """The space that a pointwise node asks of a loop on the CPU: nested loops if an input is broadcast, or lies in
+    another order or with gaps."""
     out = tensor_of(node)
     if out is None or out.device.type != "cpu" or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return None

@@ -1,7 +1,7 @@
 """Saved tensors that must have the forward's bits in the backward, because the backward compares them.
 
 A tensor that is computed again, or comes out of a lossy codec, has other bits. Then a saved maximum equals no element
-of its tensor. The backward divides by the number of elements that equal it, 0, and the gradient is NaN.
+of its tensor. The backward divides by the number of elements that equal it. That number is 0, so the gradient is NaN.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ssd_fx.passes.partition import RECOMPUTED, Partition, tensor_of, tensors_of
 from ssd_fx.passes.plan import Plan
 
 COMPARED = "the backward compares it, and compression is lossy"
-_JUMPS = frozenset(  # besides operators that make bools of floats
+_JUMPS = frozenset(  # operators whose result may jump (see `jumps`), besides those that make bools of floats
     (
         *("eq", "ne", "lt", "le", "gt", "ge", "sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc", "frac"),
         *("fmod", "remainder", "floor_divide", "bucketize", "searchsorted"),
-        *("_cdist_backward", "_pdist_backward", "_segment_reduce_backward"),  # their kernels compare
+        *("_cdist_backward", "_pdist_backward", "_segment_reduce_backward"),  # the kernels of these compare
     )
 )
 _COMPARE_WITH_NUMBERS = frozenset(  # their kernels compare an argument with a number, whatever the other arguments are
@@ -36,7 +36,8 @@ _COMPARE_WITH_NUMBERS = frozenset(  # their kernels compare an argument with a n
 
 
 def compared(partition: Partition) -> frozenset[str]:
-    """Names of the saved tensors whose values decide a comparison of two of them, or a choice, in the backward.
+    """Names of the saved tensors on whose values the backward decides something. It compares two of them (`jumps`), or
+    picks indices by their values (`chooses`).
 
     Hazard: a tensor that is computed again may be rounded otherwise. Inductor merges a product and a sum into an
     `addmm` if nothing else reads the product, and `index_add` adds up in any order. Then a difference that was 0 has a
@@ -47,26 +48,28 @@ def compared(partition: Partition) -> frozenset[str]:
 
 
 def compares_again(partition: Partition) -> bool:
-    """Whether the backward compares a tensor that it computes again, by our choice, with one that it does not.
+    """Whether the backward compares a tensor that it computes again, by our choice, with one that it reads as saved.
 
-    Hazard: PyTorch's own partition may compare in the forward, and save the mask. `compared` does not see that. If the
-    next cut has the backward compute the tensor again, PyTorch moves the comparison there. It then compares the new
-    tensor with the saved maximum, which has other bits.
+    Hazard: PyTorch's own partition may compare in the forward, and save the mask. `compared` does not see such a
+    comparison. If the next cut has the backward compute the tensor again, PyTorch moves the comparison to the backward,
+    which then compares the new tensor with the saved maximum. The new tensor has other bits than the one that the
+    maximum was taken of.
     """
     again = 1 << len(partition.saved)
     return any(bits & again for bits in _deciding(partition, again))
 
 
 def _deciding(partition: Partition, again: int = 0) -> Iterator[int]:
-    """For each comparison of two tensors and each choice in the backward, the tensors that its arguments are made of.
+    """For each comparison of two tensors in the backward, and each operator that picks indices: what its arguments are
+    made of, as bits.
 
     Each saved tensor has a bit, by its number. All tensors that are computed again by our choice have the bit `again`;
     if it is 0, they have the bits of the saved tensors that they are made of.
     """
     saved = partition.saved
-    bits = {n.name: 1 << i if tensor_of(n) is not None else 0 for i, n in enumerate(saved)}  # sizes have none
+    bits = {n.name: 1 << i if tensor_of(n) is not None else 0 for i, n in enumerate(saved)}  # a size has no bit
     varying = sum(bits[name] for name in _varying(partition)) | again
-    made_of: dict[fx.Node, int] = {}  # without nodes that are made of gradients
+    made_of: dict[fx.Node, int] = {}  # nodes that are made of gradients are not in it
     for node in partition.backward.graph.nodes:
         if node.op == "placeholder":
             if node.name in bits:
@@ -74,8 +77,9 @@ def _deciding(partition: Partition, again: int = 0) -> Iterator[int]:
             continue
         arguments = node.all_input_nodes
         sources = functools.reduce(operator.or_, (made_of.get(source, 0) for source in arguments), 0)
-        related = sources if _of_two(node) else sources & varying  # a parameter may meet its saved maximum
-        several = related & (related - 1)  # more than one bit
+        # an operator of two tensors may compare a parameter with its saved maximum, so parameters count there
+        related = sources if _of_two(node) else sources & varying
+        several = related & (related - 1)  # 0 unless `related` has more than one bit
         if chooses(node) or (several and jumps(node)):
             yield sources
         if all(source in made_of for source in arguments):
@@ -94,7 +98,7 @@ def _of_two(node: fx.Node) -> bool:
 
 
 def keep_compared(partition: Partition, plan: Plan) -> Plan:
-    """Keep floats that the backward compares: for a lossy codec."""
+    """Keep the floats that the backward compares. Needed only if a codec is lossy."""
     names = partition.once(compared)
 
     def checked(group: AliasGroup) -> AliasGroup:
@@ -107,7 +111,8 @@ def keep_compared(partition: Partition, plan: Plan) -> Plan:
 
 
 def jumps(node: fx.Node) -> bool:
-    """Whether the result may jump if an argument changes a little. Operators of other libraries may all do so."""
+    """Whether the result may jump if an argument changes a little. Every operator of another library counts as one that
+    may."""
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return True
@@ -118,7 +123,7 @@ def jumps(node: fx.Node) -> bool:
     if not any(t.is_floating_point() or t.is_complex() for n in node.all_input_nodes for t in tensors_of(n)):
         return False
     makes_bools = any(t.dtype == torch.bool for t in tensors_of(node))
-    rounds = target._overloadname.endswith("_mode")  # rounds a quotient
+    rounds = target._overloadname.endswith("_mode")  # such as div.Tensor_mode, which rounds a quotient
     return makes_bools or rounds or _name(node) in _JUMPS or _name(node) in _COMPARE_WITH_NUMBERS
 
 
@@ -131,8 +136,8 @@ def chooses(node: fx.Node) -> bool:
     """Whether an operator picks indices by values: topk, sort, argmax, max_pool2d_with_indices.
 
     Hazard: a kernel of the backward is fused otherwise than that of the forward, and rounds otherwise. Then other
-    elements are the largest, and the gradient goes to those. PyTorch's own cut computes none of these operators again
-    but argmax and max, and those only from saved tensors.
+    elements are the largest, and the gradient goes to those. Of these operators PyTorch's own cut computes only argmax
+    and max again, and only from saved tensors.
     """
     picked = [t for t in tensors_of(node) if not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)]
     by_values = [t for source in node.all_input_nodes for t in tensors_of(source) if t.is_floating_point()]

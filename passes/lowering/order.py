@@ -10,10 +10,11 @@ which the plan was made, and chains each to the one before. These links extend n
 them. A kernel that computes several FX nodes runs at the last of them. It runs earlier if a kernel that needs it does,
 but not before the place of its inputs. On the CPU our nodes move out of C++ functions (`cpp_functions.py`).
 
-`BeforeFusion` runs before fusion. It chains the operators that may communicate in the order of the graph, so that
-no fusion reverses it. Inductor does so for its own collectives only (`comms.decide_global_ordering_of_comms`). Ranks
-whose plans differ fuse differently, and must still agree on that order. It also keeps loops apart that are far from
-each other, as the plan predicts (`cost/fusion.py`): else memory would be alive long before it is needed.
+`BeforeFusion` runs before fusion. It chains, in the order of the graph, the operators that may communicate, so that no
+fusion reverses that order. Inductor does so for its own collectives only (`comms.decide_global_ordering_of_comms`).
+Ranks whose plans differ fuse differently, and must still agree on that order. `BeforeFusion` also keeps loops apart
+that are far from each other, as the plan predicts (`cost/fusion.py`): else memory would be alive long before it is
+needed.
 """
 
 from __future__ import annotations
@@ -87,12 +88,13 @@ class PinOrder(_Ordering):
 
 
 class BeforeFusion(_Ordering):
-    """Chains the kernels that may communicate in the order of the graph, and keeps loops apart that are far apart."""
+    """Chains, in the order of the graph, the kernels that may communicate, and keeps distant loops apart."""
 
     def order(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         if nodes:
             _keep_apart(nodes)
-        lowered = {id(operation): i for i, operation in enumerate(V.graph.operations)}  # as Inductor orders its own
+        # the order in which the operations were lowered, as Inductor has it for its own collectives
+        lowered = {id(operation): i for i, operation in enumerate(V.graph.operations)}
         talks = [n for n in nodes if may_communicate(getattr(n.node, "op_overload", None))]
         chain = sorted(talks, key=lambda n: lowered[id(n.node)])
         for first, second in itertools.pairwise(chain):
@@ -103,13 +105,14 @@ class BeforeFusion(_Ordering):
 
 
 def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
-    """Keeps loops from being fused if they are far apart (`are_apart`), and running sums from their readers.
+    """Keeps loops from being fused if they are far apart (`are_apart`), and running sums from readers behind a library
+    call.
 
     If two loops that do not read each other were fused, the later one would run at the place of the earlier. Its
     results, and all tensors that it needs, would be alive from there on. Inductor itself refuses pairs that are 64
-    kernels apart. A running sum would wait for the next term, and so would all terms before. A loop that copies a
-    tensor into a part of a `cat` would allocate the whole `cat` early. Our nodes do not count as calls, because the
-    plan predicts fusion without them.
+    kernels apart. If a running sum were fused with its reader, it would wait for the next term, and so would all terms
+    before. If a loop that copies a tensor into a part of a `cat` were fused over a library call, it would allocate the
+    whole `cat` early. Our nodes do not count as calls, because the plan predicts fusion without them.
     """
     calls = sorted(n.min_order for n in nodes if isinstance(n, ExternKernelSchedulerNode) and not is_ours(n))
     again, running = (
@@ -139,7 +142,7 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
         apart = (is_sum and between(one, reader) > 0) or would_begin_cat(one, reader)
         return not apart and bool(can_fuse_vertical(one, reader, **more))
 
-    # of this scheduler alone
+    # this changes only this scheduler, not its class
     scheduler.are_long_distant_nodes = far  # type: ignore[method-assign,assignment]
     scheduler.can_fuse_vertical = goes_into  # type: ignore[method-assign,assignment]
 
@@ -150,12 +153,12 @@ def _is_part_of_cat(node: BaseSchedulerNode) -> bool:
 
 
 def _refuse_plain_calls(nodes: list[BaseSchedulerNode]) -> None:
-    """Check that our operators have our lowerings, which Inductor's lite mode takes from nodes without an annotation.
+    """Check that our operators have our lowerings. Inductor's lite mode drops those of nodes without an annotation.
 
     Raises:
-        VerifyError: one has not.
+        VerifyError: an operator of ours is called without its lowering.
     """
-    from ssd_fx.passes.lowering.inductor import LOWERINGS  # which imports this file
+    from ssd_fx.passes.lowering.inductor import LOWERINGS  # here, because that file imports this one
 
     for node in nodes:
         plain = type(node.node) is ir.FallbackKernel and node.node.op_overload in LOWERINGS
@@ -164,7 +167,7 @@ def _refuse_plain_calls(nodes: list[BaseSchedulerNode]) -> None:
 
 
 def is_ours(node: BaseSchedulerNode) -> bool:
-    """Whether a kernel calls one of our operators, or takes an item of its result."""
+    """Whether a kernel calls one of our operators, or takes the result of one apart."""
     return called(node.node.inputs[0] if isinstance(node.node, ir.MultiOutput) else node.node) is not None
 
 
@@ -190,7 +193,7 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
 
     Every kernel runs at the last FX node that it computes, or earlier if a kernel that needs it runs earlier. But it
     does not move to a place before its inputs. Fusion may join a node at the start of the backward to one at the end.
-    Then all that the second one needs would run first, and be alive all the time.
+    If such a kernel ran at the start, all that its second node needs would run first, and be alive all the time.
 
     Raises:
         VerifyError: no order has our nodes as planned.
@@ -227,7 +230,7 @@ def _refuse_circle(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode]) -> No
     """Check that some order keeps the constraints.
 
     Raises:
-        VerifyError: none does.
+        VerifyError: no order keeps them.
     """
     if nx.is_directed_acyclic_graph(graph):
         return
@@ -239,9 +242,10 @@ def _refuse_circle(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode]) -> No
 def _targets(graph: nx.DiGraph[int], position: list[int], begins: list[int], added: set[int]) -> list[float]:
     """The positions at which the kernels should run: their own, or the earlier one of a kernel that needs them.
 
-    No kernel gets a position before its inputs, which may be there from the first node of their kernel on, at `begins`.
-    Nodes that we have `added` may stand right before a kernel. Another kernel that it needs runs ahead of these, as it
-    does in the plan: a tensor that is loaded there would be in memory during both kernels.
+    A kernel's inputs may be there from the first node of the kernel that makes them on (`begins`). No kernel gets an
+    earlier position than that. Nodes that we have `added` may stand right before a kernel. If that kernel needs another
+    kernel, the other one runs before the `added` nodes, as in the plan. Else a tensor that is loaded there would be in
+    memory during both kernels.
     """
     order = list(nx.topological_sort(graph))
     ready = [0] * len(order)
@@ -266,9 +270,10 @@ def _is_added(node: torch.fx.Node) -> bool:
 def _readers_before_release(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode], position: list[int]) -> None:
     """Add an edge to each release from every kernel that reads the released buffer at a later position.
 
-    No FX node reads after a release, but Inductor may compute such a node where another kernel uses it. Without the
-    edge the release is not the last use: it hands nothing over and blocks. The edge is added only if loops alone must
-    move with the reader. To move library calls, or others of our nodes, would undo the plan.
+    No FX node reads a buffer after its release. But Inductor may compute a reader of it later, in a kernel that uses
+    that reader's result. Without the edge the release is not the last use: it hands nothing over and blocks. The edge
+    is added only if loops alone must move with the reader. To move library calls, or others of our nodes, would undo
+    the plan.
     """
     readers: dict[str, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -331,8 +336,8 @@ def _named(node: BaseSchedulerNode) -> str:
 def _call(node: BaseSchedulerNode) -> torch.fx.Node | None:
     """The FX node of a library call; None for other kernels.
 
-    It must be among the origins as well: an operator that changes nothing, such as an `expand` to the same sizes,
-    overwrites `origin_node` alone.
+    That node must be among the origins as well: an operator that changes nothing, such as an `expand` to the same
+    sizes, overwrites `origin_node` alone.
     """
     call = getattr(node.node, "origin_node", None)
     return call if isinstance(call, torch.fx.Node) and call in _origins(node) else None
@@ -356,7 +361,7 @@ def _readers_of_waits(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, int
 
 
 def _position(node: BaseSchedulerNode, in_graph: dict[torch.fx.Node, int]) -> int:
-    """The position of the last FX node that a kernel computes; after all of them where that is not known."""
+    """The position of the last FX node that a kernel computes; the end of the graph where that is not known."""
     call = _call(node) if isinstance(node, ExternKernelSchedulerNode) else None
     computed = _origins(node) if call is None else {call}
     return max((in_graph[o] for o in computed if o in in_graph), default=len(in_graph))
@@ -379,10 +384,11 @@ def _may_be_replaced(node: BaseSchedulerNode) -> bool:
 
 
 def _is_held_by_data(before: BaseSchedulerNode, after: BaseSchedulerNode) -> bool:
-    """Whether a loop reads the result of the kernel before it. That holds their order without a link.
+    """Whether a loop reads the result of the kernel before it. Then their order holds without a link.
 
-    With a link the loop would depend on that buffer twice. Then Inductor takes it to read the buffer in two ways, and
-    writes nothing over it (`single_index_in_fused_node`, torch 2.13). Fused loops have their links beside their reads.
+    If the loop had a link too, it would depend on that buffer twice. Inductor would take the loop to read the buffer in
+    two ways, and would write nothing over the buffer (`single_index_in_fused_node`, torch 2.13). In a fused kernel a
+    link does not count as a read by any of its loops, so such a kernel may have both.
     """
     if is_ours(before) or isinstance(after, FusedSchedulerNode):
         return False
@@ -395,7 +401,7 @@ def _pin(before: BaseSchedulerNode, after: BaseSchedulerNode) -> None:
     second = after.get_outputs()[0].get_name()
     link = WeakDep(first, mutating_buf=second, is_fake=True)
     if isinstance(after, FusedSchedulerNode):
-        # It refuses `add_fake_dep`, because its dependencies come from its parts. They are final by now.
+        # A fused kernel refuses `add_fake_dep`, because its dependencies come from its parts. These are final by now.
         after.read_writes = after.read_writes.with_read(link)
         after.unmet_dependencies = after.unmet_dependencies | {link}
     else:

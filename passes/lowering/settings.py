@@ -21,17 +21,18 @@ def settings(gm: fx.GraphModule, inputs: Sequence[object], mode: str | None) -> 
     """
     found: dict[str, Any] = dict(list_mode_options(mode)) if mode is not None else {}
     found |= {
-        # Reuse keeps a dead buffer for the next one of its size, and estimates the peak without our stores: on the
-        # example GPT it holds up to 8 MiB more than the 32 MiB that are alive. Torch's allocators and glibc's heap
-        # reuse memory quickly themselves.
+        # Inductor's reuse keeps a dead buffer for the next buffer of its size, and estimates the peak without our
+        # stores: on the example GPT it holds up to 8 MiB more than the 32 MiB that are alive. Torch's allocators and
+        # glibc's heap reuse memory quickly themselves.
         "allow_buffer_reuse": False,
         "combo_kernels": False,  # they are made after our pass, and do not respect the planned order
     }
     if _calls_graphs(gm):
-        # Inductor 2.13 takes the indices of the backward's donated inputs for indices of a called graph's inputs too.
-        # So a branch of `torch.cond` writes over an operand that is read again. All our handles are donated, at indices
-        # that plain Inductor does not donate. And a nested region may return one tensor twice, or an argument. Inductor
-        # does not know that these share memory, and writes over one of them while the other is still read.
+        # Inductor lists by index the inputs that the backward may write over (its "donated" inputs). Inductor 2.13
+        # applies these indices to the inputs of a called graph too. So a branch of `torch.cond` writes over an operand
+        # that is read again. All our handles are in that list, at indices that plain Inductor would not list. And a
+        # nested region may return one tensor twice, or an argument. Inductor does not know that these share memory, and
+        # writes over one of them while the other is still read.
         found["inplace_buffers"] = False
     annotation = gm.meta.pop("cudagraph_annotation", None)  # set by torch.compiler's override_cudagraphs
     if found.get("triton.cudagraphs", config.triton.cudagraphs) or getattr(annotation, "fwd", False):
@@ -46,7 +47,9 @@ def settings(gm: fx.GraphModule, inputs: Sequence[object], mode: str | None) -> 
             stacklevel=2,
         )
     if compiled_autograd.loads(gm.graph):
-        found["reorder_for_locality"] = False  # used for inference only: it moves loads to the first use of the tensor
+        # Inductor has this pass only for inference, as which this graph is compiled. The pass would move loads to the
+        # first use of the tensor.
+        found["reorder_for_locality"] = False
     return found
 
 

@@ -27,11 +27,11 @@ from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.replay import again, first_uses
 from ssd_fx.passes.schedule import LOAD, RELEASE, STORE, WAIT, Event, Replay, Schedule, Trip
 
-# Loads start this many times their predicted duration before they are due: the predictions are coarse, and a load that
-# is early costs some memory within the limit while one that is late costs a stall.
+# Loads start this many times their predicted duration before they are due: the predictions are coarse, and an early
+# load costs some memory within the limit, while a late one costs a stall.
 LOAD_MARGIN = 2.0
 # So many items may be loaded before their use, however large they are. Items of a wide layer are larger than `prefetch`
-# and are used one soon after the other: loaded one at a time, most would be waited for.
+# and are used one soon after the other. If they were loaded one at a time, the step would wait for most of them.
 TOGETHER = 3
 
 FloatArray = npt.NDArray[np.float64]
@@ -61,10 +61,11 @@ class Placer:
         self.room = free_bytes(self.step, self.choices, self.limit, self.firsts)
 
     def place(self, played: Replay | None = None, margin: float = LOAD_MARGIN) -> Schedule | None:
-        """The schedule, or None where the limit cannot be met whatever is waited for.
+        """The schedule; None if the limit cannot be met even if every release waits for its write. Deferred items are
+        not released for the limit.
 
-        `played`: the replay of an earlier placement, which says when the operators start; without it nothing is taken
-        to stall. `margin`: a load starts that many times its predicted duration before it is due.
+        `played`: the replay of an earlier placement, which says when the operators start; without it, no operator is
+        assumed to stall. `margin`: a load starts that many times its predicted duration before it is due.
         """
         self.starts = self._starts() if played is None else played.starts
         self.ends = self.starts[1:] if played is None else played.ends
@@ -72,9 +73,9 @@ class Placer:
         self.written: dict[int, float] = {}
         self.store_after: dict[int, int] = {}
         self.release_after: dict[int, int] = {}
-        self.blocking: set[int] = set()  # their releases wait for their writes
+        self.blocking: set[int] = set()  # the items whose releases wait for their writes
         self.load_before: dict[int, int] = {}
-        self.strict: set[int] = set()  # only memory keeps their loads from standing earlier
+        self.strict: set[int] = set()  # the items whose loads only memory keeps from standing earlier
         if len(self.free) and self.free.min() < 0:
             return None
         order = self._write_order()
@@ -112,16 +113,17 @@ class Placer:
         return [0.0, *itertools.accumulate(seconds)]
 
     def _write_order(self) -> list[int]:
-        """The order in which the writes end, and when their lanes have done each."""
+        """The order in which the writes end. Also notes in `self.written` when each of them has ended."""
         if not self.hosted:
             return self._lane_order("ssd", self.offloaded)
         orders = [self._lane_order(tier, [i for i in self.offloaded if self._tier(i) == tier]) for tier in TIERS]
         return sorted(itertools.chain(*orders), key=self.written.__getitem__)
 
     def _lane_order(self, tier: Tier, offloaded: list[int]) -> list[int]:
-        """The order of the writes of one lane: of the items that are there, the one whose last read comes first.
+        """The order of the writes of one lane. Of the items produced so far, the lane writes the one whose last read in
+        the forward comes soonest.
 
-        A tensor that the forward reads for a long time yet can wait. Deferred items come last.
+        A tensor can wait if the forward will still read it for a long time. Deferred items come last.
         """
         items = self.step.items
         lanes = self.machine.lanes(tier)
@@ -145,10 +147,10 @@ class Placer:
         return order
 
     def _force_releases(self, order: list[int]) -> bool:
-        """Release the items that the limit does not let stay, as late as it allows, in the order in which the writes
-        end. False if the limit cannot be met."""
+        """Release the items that the limit does not let stay, as late as the limit allows, in the order in which the
+        writes end. False if the limit cannot be met."""
         items, forward = self.step.items, self.step.forward
-        releasable: list[tuple[int, int]] = []  # first written first
+        releasable: list[tuple[int, int]] = []  # a heap: the item whose write ends first comes first
         idle: dict[int, int] = {}  # bytes that the forward reads no more, by the operator that read them last
         ready: dict[int, list[tuple[int, int]]] = {}
         for rank, i in enumerate(order):
@@ -176,7 +178,8 @@ class Placer:
         `begin`: when the backward begins, by the times in `self.starts`.
 
         If an item is still being written at the end of the forward, its release blocks if the item may not stay, or if
-        the backward has no room for it. Then the backward begins later, and more of the items behind it are written.
+        the backward has no room for it. Then the backward begins later, and by then more of the items that follow in
+        the write order are written.
         """
         items, forward = self.step.items, self.step.forward
         last, turn = forward - 1, self.ends[forward - 1]
@@ -188,7 +191,7 @@ class Placer:
         for i in order:
             if self.release_after[i] < last or i in self.deferred:
                 continue
-            # the first operator that begins when it is written, if the backward begins at `turn`
+            # the first operator of the backward that begins after the write has ended, if the backward begins at `turn`
             done = bisect_left(self.starts, self.written[i] - turn + begin, forward)
             span = self.free[forward : min(done, self.firsts[i])]
             if i in self.blocking or i not in stay or np.minimum.reduce(span, initial=np.inf) < items[i].nbytes:

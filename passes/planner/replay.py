@@ -4,10 +4,10 @@
     writes       [A][B]  [C]                     one lane per tier, first in first out
     reads                    [C] [B][A]          one lane per tier, first in first out
 
-Everything is counted in operators of one step, forward and backward behind each other. An offloaded item is gone from
-its release on if that blocks, which means that it waits for the write. Otherwise it also stays until its write is
-predicted to end. Time is that of the operators, of blocking releases, and of waits for loads. There are no tensors and
-no graphs here, so a thousand groups take milliseconds.
+Everything is counted in operators of one step, the backward's behind the forward's. An offloaded item is gone from its
+release on if that blocks, which means that the release waits for the write. Otherwise the item is gone once it is
+released and its write is predicted to have ended. Time is that of the operators, of blocking releases, and of waits for
+loads. There are no tensors and no graphs here, so a thousand groups take milliseconds.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _lane_s(step: Step, machine: Machine) -> dict[Tier, tuple[list[float], list[
 
 @dataclass(slots=True)
 class _Lane:
-    """The writes or the reads of one tier, first in first out. `seconds`: of each item."""
+    """The writes or the reads of one tier, first in first out. `seconds`: those of each item's transfer."""
 
     seconds: Sequence[float]
     latency: float
@@ -133,9 +133,9 @@ class _Play:
         self.writes: dict[int, Interval] = {}
         self.reads: dict[int, Interval] = {}
         self.stalls: dict[Event, float] = {}
-        self.blocking: set[int] = set()  # their releases wait for their writes
+        self.blocking: set[int] = set()  # the items whose releases wait for their writes
         self.forwarded: set[int] = set()
-        self.late: set[int] = set()  # the lane was idle between the end of its operator and its store
+        self.late: set[int] = set()  # the items that an idle lane could have written before their stores
 
     def compute(self, until: int) -> None:
         """Run the operators before `until` that have not run."""
@@ -169,7 +169,7 @@ class _Play:
             self.reads[event.slot] = self.read_lanes[event.tier].put(event.slot, self.now)
 
     def wait(self, event: Event) -> None:
-        """An item that is forwarded is there since its load, which comes no later."""
+        """An item that is forwarded is there from its load on, which comes no later than its wait."""
         if event.slot in self.forwarded:
             return
         stall = self.reads[event.slot][1] - self.now
@@ -180,9 +180,9 @@ class _Play:
 
 
 def first_uses(step: Step, choices: Sequence[Choice]) -> list[int]:
-    """By item, the operator of the backward before which it must be there. Recomputing one needs others earlier."""
+    """By item, the operator of the backward before which it must be there. Recomputing an item needs others earlier."""
     firsts = step.first_use.copy()
-    for i, needs in step.chains:  # the last produced first, so the items that need one come before it
+    for i, needs in step.chains:  # those produced last come first, so every item comes before the items that it needs
         if choices[i] is Choice.RECOMPUTE:
             first = firsts[i]
             for needed in needs:
@@ -217,7 +217,7 @@ def _memory(
     spans = [(i, step.last_use[i], firsts[i]) for i, choice in enumerate(choices) if choice is Choice.RECOMPUTE]
     for i, trip in schedule.items():
         gone, back = trip.release.at, trip.load.at
-        if not trip.blocks:  # the runtime holds it until it is written
+        if not trip.blocks:  # the runtime holds the item until it is written
             gone = max(gone, min(bisect_left(starts, writes[i][1]), back) - 1)
         spans.append((i, gone, max(back, gone + 1)))
     for i, gone, back in spans:
@@ -227,7 +227,8 @@ def _memory(
 
 
 def _host_memory(step: Step, schedule: Schedule) -> tuple[int, ...]:
-    """Bytes from each store to the wait behind which the backward has them."""
+    """Bytes in host memory during every operator. An item is there from its store to its wait, behind which the
+    backward has it."""
     hosted = [(i, trip) for i, trip in schedule.items() if trip.tier == "host"]
     if not hosted:
         return ()

@@ -1,6 +1,6 @@
 """The search: how much to recompute, how much of the rest to offload, then other choices for single items.
 
-    recompute   the k items that cost least per byte; a closed form says about which k, and its neighbours are tried
+    recompute   the k items that cost least per byte; a closed form estimates k, and numbers near it are tried
     offload     of the others, in some order, as few as the budget asks
     keep        the rest
 
@@ -28,7 +28,7 @@ from ssd_fx.passes.planner.trials import Choices, Trials, size
 from ssd_fx.passes.schedule import Replay
 
 ENOUGH = 2e-3  # a step that is longer than the bound on all plans by a smaller share is good enough
-EXHAUSTIVE = 1024  # if there are no more combinations of choices, all are tried
+EXHAUSTIVE = 1024  # if there are at most so many combinations of choices, all are tried
 FEW = 2  # after so many placements that are not better, look for other items to recompute
 MANY = 8  # the same, when there are no others to look for
 LOOK = 8  # the effort that it takes to look at a change before it is placed
@@ -49,7 +49,7 @@ class Search(Trials):
         self.orders = _orders(step)
         self.ways = list(itertools.product(range(len(self.orders)), (False, True)))
         able = (i for i, item in enumerate(step.items) if Choice.RECOMPUTE in item.choices)
-        self.dearest = sorted(able, key=self._again_per_byte, reverse=True)  # to recompute, per byte
+        self.dearest = sorted(able, key=self._again_per_byte, reverse=True)  # dearest to recompute, per byte, first
         self.allowed = [_allowed(item) for item in step.items]
         self.preferred = [_preferred(item) for item in step.items]
         self.must = least_bytes(step, self.limit, self.share_bytes)
@@ -61,8 +61,8 @@ class Search(Trials):
         return math.prod(len(a) for a in self.allowed) <= EXHAUSTIVE
 
     def families(self) -> None:
-        """Find the items to recompute: first how many of each order, then with other items in exchange. A bound says
-        which sets are worth a placement. For the sets that were placed, try the other ways of offloading."""
+        """Find the items to recompute: first how many of each order, then exchange some for others. A bound says which
+        sets are worth a placement. For the sets that were placed, try the other ways of offloading."""
         for again in (frozenset[int](), *self._layers):
             self._bound(again)
         self._place(self.ways[0], FEW)
@@ -96,7 +96,8 @@ class Search(Trials):
         return min(self.ways, key=seconds)
 
     def _place(self, way: Way, most: int) -> None:
-        """Place the sets of recomputed items that may gain, the least bounds first, until `most` were no better."""
+        """Place the sets of recomputed items that may gain, those with the least bounds first, until `most` of them
+        were no better than the best."""
         for again in sorted(self.bounds, key=self.bounds.__getitem__):
             if self._is_spent(1 / 4) or most <= 0 or self.bounds[again] == math.inf:
                 return
@@ -107,7 +108,7 @@ class Search(Trials):
 
     def _exchange(self, way: Way) -> bool:
         """Add, drop or exchange items of the set that the best plan recomputes, while its bound gets less. True if the
-        set that this ends with is worth a placement."""
+        set at the end is worth a placement."""
         assert self.best is not None
         again = _recomputed(self.best.choices)
         unchanged = 0
@@ -130,11 +131,12 @@ class Search(Trials):
     def _again(self) -> Iterator[list[int]]:
         """Orders of the items that may be recomputed. Most have the cheapest per byte first.
 
-        Among equal ones the first layers come first, which are away longest; in the second order the last layers, whose
-        transfers would have least time. The third leaves out the items between layers, because to recompute them too
-        would chain the layers. The fourth has whole layers, the first ones first. There may be no memory for the chains
-        of dear items beside those of cheap ones, so it lets in the dear ones first. The others leave out the items at
-        every second boundary between layers, at every third, and so on.
+        Among items that cost the same, the first layers come first, which are away longest. In the second order the
+        last layers come first, whose transfers would have the least time if they were offloaded. The third leaves out
+        the items between layers, because to recompute them too would chain the layers. The fourth has whole layers,
+        from the first layer on. Beside the chains of cheap items there may be no memory for those of dear ones. So when
+        it is checked which items fit, the dear ones come first. The others leave out the items at every second boundary
+        between layers, at every third, and so on.
         """
         items, able = self.step.items, sorted(self.dearest)
         cheap = sorted(able, key=lambda i: (self._again_per_byte(i), items[i].produced))
@@ -157,7 +159,7 @@ class Search(Trials):
         return [frozenset(self.dearest).difference(*between[::stride]) for stride in STRIDES[: len(between)]]
 
     def _that_fit(self, order: list[int]) -> list[int]:
-        """The items of an order that can be recomputed together with those before, within the limit.
+        """The items of an order that can be recomputed, within the limit, together with those that come before them.
 
         An item may need so many others so early that there is no memory for them, such as a sum over all layers.
         """
@@ -197,7 +199,8 @@ class Search(Trials):
             at, width = (nearest, width) if nearest != at else (at, width // 2)
 
     def _closed_form(self, cheap: Sequence[int]) -> int:
-        """How many to recompute, if the lanes hide what they can in the forward and the backward, and no more."""
+        """How many items to recompute, if the forward hides all writes that fit in its time, and the backward all reads
+        that fit in its own."""
         items, forward = self.step.items, self.step.forward
         forward_s, backward_s = sum(self.step.seconds[:forward]), sum(self.step.seconds[forward:])
         lanes = self.machine.lanes("host") if self.step.host_budget else self.machine
@@ -226,9 +229,12 @@ class Search(Trials):
         self.families()
 
     def is_over(self) -> bool:
-        """Whether the best plan is fast enough, or no plan can be much better. Then it writes hardly more bytes to the
-        drives than must go. And it takes hardly longer than the lower bound, or it neither stalls nor recomputes, and
-        no transfer costs more than recomputing would."""
+        """Whether the best plan is fast enough, or no plan can be much better.
+
+        No plan can be much better if both of these hold. The best writes hardly more bytes to the drives than must go.
+        And either it takes hardly longer than the lower bound, or it neither stalls nor recomputes and none of its
+        transfers costs more than recomputing the item would.
+        """
         if self.best is None:
             return False
         if self.best.seconds <= self.enough_s:
@@ -270,8 +276,8 @@ class Search(Trials):
     def _not_in_vain(self, found: Replay, choices: Choices) -> Replay:
         """The better of a replay and the one that keeps, instead of recomputing, the items for which there is memory.
 
-        The dearest per byte are kept first. The logits are an example, as recomputing them gains nothing: the loss
-        reads them at the end of the forward, and its gradient at the beginning of the backward.
+        The dearest per byte are kept first. It gains nothing to recompute the logits, for example: the loss reads them
+        at the end of the forward, and its gradient reads them at the beginning of the backward.
         """
         items = self.step.items
         free, firsts = self.limit - np.array(found.memory), first_uses(self.step, choices)
@@ -309,7 +315,7 @@ class Search(Trials):
         return tuple(choices)
 
     def _defer(self, choices: list[Choice], others: list[int]) -> None:
-        """Defer the first of `others` until the share is met, and all of them that are offloaded."""
+        """Defer the items of `others` that may not be kept, and of the rest the first ones, until the share is met."""
         over = self.step.kept_bytes(choices) - self.share_bytes
         for i in others:
             if over > 0 or choices[i] is Choice.OFFLOAD:
@@ -318,7 +324,7 @@ class Search(Trials):
                 choices[i] = Choice.DEFER
 
     def improve(self, most: float) -> None:
-        """Try every choice of a small step; of others, change single items and pairs while the step gets better.
+        """Try every choice of a small step. In a larger one, change single items and pairs while the step gets better.
 
         `most`: the share of the effort that the changes may take.
         """
@@ -355,9 +361,9 @@ class Search(Trials):
                 return
 
     def _exchange_in_chains(self) -> None:
-        """In the best plan, exchange the choices of an item and of one that it is made of, and at once those of another
-        such pair, or change another single item. Two layers that keep their norms and not their inputs may fit together
-        where neither does alone."""
+        """In the best plan, swap the choices of an item and of one that it is made of. At the same time swap those of
+        another such pair, or change one other item. Two layers that keep their norms and not their inputs may fit
+        together where neither does alone."""
         assert self.best is not None
         items, choices = self.step.items, self.best.choices
         pairs = [(i, needed) for i, item in enumerate(items) for needed in item.needs]
@@ -376,7 +382,7 @@ class Search(Trials):
 
     def _changed(self, choices: Choices, items: tuple[int, ...]) -> Iterator[Choices]:
         """The choices with another one for each of these items. Of two items, at least one takes the choice of the
-        other, as where one leaves memory in the other's place."""
+        other: for example, one leaves memory instead of the other."""
         own = [choices[i] for i in items]
         for others in itertools.product(*(self.allowed[i] for i in items)):
             exchanged = len(items) == 1 or others[0] is own[1] or others[1] is own[0]
@@ -407,7 +413,7 @@ class Search(Trials):
 def _orders(step: Step) -> list[list[int]]:
     """The orders in which items may be offloaded."""
     items = step.items
-    idle = [items[i].produced - items[i].first_use for i in range(len(items))]  # less is longer
+    idle = [items[i].produced - items[i].first_use for i in range(len(items))]  # the lower, the longer the item is idle
     keys: tuple[Callable[[int], tuple[float, ...]], ...] = (
         lambda i: (idle[i], -items[i].nbytes, i),  # longest idle first
         lambda i: (idle[i] * items[i].nbytes, i),  # most idle bytes first

@@ -48,7 +48,7 @@ def select(
     with an obstacle are kept. Those with a price may be recomputed. Marks come before all that. A group that only
     prefers to be offloaded is offloaded, unless everything may stay.
 
-    `host_tier`: the device has other memory than the host, so groups may go there instead of to the drive. If not, the
+    `host_tier`: the device has memory of its own, so groups may go to host memory instead of the drive. If not, the
     host budget is for tensors that the runtime keeps resident. `quick`: see `solve`.
 
     Raises:
@@ -84,7 +84,7 @@ def select(
         gone_by=gone_by(found, nodes, at.memory) if host_tier else {},
         limits=replace(
             at,
-            resident=options.host_budget - host_budget,  # all of it where host memory is no tier
+            resident=options.host_budget - host_budget,  # all of the host budget where host memory is no tier
             shared=options.budget if isinstance(options.budget, int) else 0,
         ),
         replay=found,
@@ -106,8 +106,8 @@ def with_nodes(partition: Partition, plan: Plan) -> Plan:
 
 
 def over(partition: Partition, plan: Plan, limit: float, options: PlanOptions) -> frozenset[str]:
-    """Names of the nodes that the backward computes again by our choice, and has in memory where that is over a limit
-    in bytes even if everything leaves that can."""
+    """Names of the nodes that the backward computes again by our choice, and that are in memory at a place over the
+    limit. A place is over the limit if the bytes alive exceed it though everything has left that can leave."""
     allowed = {g.slot: _allowed(plan, g, options.min_bytes, keep_all=False) for g in plan.groups}
     step = model(partition, plan, allowed)
     gone = [Choice.KEEP if item.choices == {Choice.KEEP} else Choice.OFFLOAD for item in step.items]
@@ -143,7 +143,7 @@ def _stays(plan: Plan, group: AliasGroup, min_bytes: int) -> str:
 
 
 def _binds(plan: Plan, group: AliasGroup) -> bool:
-    """Whether a mark offloads the group. A mark for host memory binds no tensor of the CPU, which is there already."""
+    """Whether a mark offloads the group. A mark for host memory binds no tensor of the CPU: it is in host memory."""
     mark = plan.marks.get(group.slot)
     if mark is None or mark.decision != "offload":
         return False
@@ -164,8 +164,8 @@ def _moved(step: Step, plan: Plan, options: PlanOptions, host_budget: int) -> St
     """The step with the tiers that its items must go to, or with the bytes that compression leaves of them.
 
     If there is a budget of host memory, a tensor of the CPU goes to the drive, and marks name the tiers of others. The
-    search chooses the remaining tiers, and so the codecs. If there is none, fewer bytes are written of the dtypes that
-    compression makes smaller.
+    search chooses the remaining tiers. The codec depends on the tier, so it is not known here. Without such a budget,
+    fewer bytes are written of the dtypes that compression makes smaller.
     """
     groups, shrinks, items = {g.slot: g for g in plan.groups}, dict(options.shrinks), []
     for slot, item in zip(step.slots, step.items, strict=True):

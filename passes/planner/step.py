@@ -1,8 +1,8 @@
 """A partitioned graph with its alias groups -> the `Step` that is replayed.
 
 Nodes are merged into operators as far as nothing happens between them: an operator ends behind a node that takes time,
-and where a group is produced or read last; it begins where one is read first. All results of a library call are there
-when the call ends, so the nodes that take the items of its result belong to its operator.
+and where a group is produced or read last. An operator begins where a group is read first. All results of a library
+call are there when the call ends, so the `getitem` nodes that take its result apart belong to its operator.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Modelling:
         return sorted({begin, *_behind_items(self.partition.backward.graph, cuts), len(starts) - 1})
 
     def _item(self, slot: int, item: Item, forward: list[int], backward: list[int]) -> Item:
-        """An item of nodes as one of operators."""
+        """An item on the axis of nodes, moved to the axis of operators."""
         price = self.plan.prices.get(slot)
         count = len(forward) - 1
 
@@ -146,7 +146,7 @@ class _Modelling:
         outputs, and groups with an obstacle; and bytes of items beyond their span on the axis."""
         forward, backward = self.partition.once(both_buffers)
         kernels, _ = self.partition.once(both_kernels)
-        # our nodes stand behind the kernel that makes the tensor, which may run later than the graph has it
+        # our nodes stand behind the kernel that makes a tensor, and this kernel may run behind the tensor's node
         made = {slot: kernels.at[maker] for slot, maker in self._makers(kernels).items()}
         stored = sorted(max(event.at, made.get(event.slot, 0)) + 1 for event in self.schedule.forward)
         loaded = [event.at - self.behind for event in self.schedule.backward]
@@ -161,16 +161,17 @@ class _Modelling:
     def _forward_base(self, buffers: Buffers) -> list[int]:
         graph = self.partition.forward.graph
         ours = {m.name for group in self.plan.groups if group.slot in self.plan.items for m in group.members}
-        elsewhere = {storage_of(n) for n in self.partition.saved if n.name in ours}  # counted as items
-        given = {storage_of(n) for n in self.partition.activation_inputs} - elsewhere  # the caller holds them so long
-        elsewhere |= {storage_of(n) for n in graph.find_nodes(op="placeholder")}  # there before the step
+        elsewhere = {storage_of(n) for n in self.partition.saved if n.name in ours}  # they are counted as items
+        # the caller holds them during the forward
+        given = {storage_of(n) for n in self.partition.activation_inputs} - elsewhere
+        elsewhere |= {storage_of(n) for n in graph.find_nodes(op="placeholder")}  # they are there before the step
         made = buffers.alive([key for key in buffers.first if key not in elsewhere], len(graph.nodes))
         held = sum(nbytes for key, nbytes in buffers.nbytes.items() if key in given)
         beside = map(operator.add, self._made_early(buffers), self._read_on(buffers))
         return [held + alive + more for alive, more in zip(made, beside, strict=True)]
 
     def _read_on(self, buffers: Buffers) -> list[int]:
-        """Bytes of the groups of which a copy is stored, from its release on, while the forward still reads the group.
+        """For groups of which a copy is stored: their bytes from the copy's release to the forward's last read.
 
         Where the search keeps such a group, these bytes count twice.
         """
@@ -191,10 +192,12 @@ class _Modelling:
         return list(itertools.accumulate(change))[:-1]
 
     def _made_early(self, buffers: Buffers) -> list[int]:
-        """Bytes of the groups that a kernel writes before their place in the graph, where they can first be stored.
+        """Bytes of the groups that a kernel writes earlier than their place in the graph.
 
-        A kernel writes all its results at once, where the first of them can be stored. These bytes are only those of
-        groups: the kernel's other results count from its place on.
+        A group can be stored from its own place on. But a kernel writes all its results at once. So its groups count
+        from where the kernel runs, or where the first of them can be stored, if that is earlier. On the CPU they count
+        from the beginning of the kernel's C++ function, if that is earlier still. Only groups count here: the kernel's
+        other results count from the place of the kernel, or of its function, on (`Buffers.alive`).
         """
         kernels, _ = self.partition.once(both_kernels)
         made: dict[int, list[Item]] = {}  # by the kernel that makes them
@@ -224,8 +227,8 @@ class _Modelling:
 
 
 def computed_again(partition: Partition, spans: Sequence[tuple[int, int]]) -> frozenset[str]:
-    """Names of the nodes that the backward computes again by our choice, and has in memory in any of `spans`. A span is
-    the first and the last node of an operator."""
+    """Names of the nodes that the backward computes again by our choice, and that are in memory in any of `spans`. A
+    span is the first and the last node of an operator."""
     _, buffers = partition.once(both_buffers)
     behind, found = len(partition.forward.graph.nodes), set()
     for node in partition.backward.graph.nodes:
@@ -238,7 +241,7 @@ def computed_again(partition: Partition, spans: Sequence[tuple[int, int]]) -> fr
 
 
 def _behind_items(graph: fx.Graph, cuts: Iterable[int]) -> set[int]:
-    """`cuts`, moved behind the nodes there that take an item of a call's result."""
+    """`cuts`, moved behind the `getitem` nodes there, which take a call's result apart."""
     nodes = list(graph.nodes)
     found = set()
     for cut in cuts:

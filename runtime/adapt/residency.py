@@ -1,6 +1,6 @@
 """How many bytes may be resident: what the budget allows, and more while the graph waits for the drive.
 
-`Peak` forecasts how many bytes a step has outstanding.
+`Peak` forecasts the most bytes at a time that a step has stored and the backward has not asked for.
 
 A plan is made for predicted rates. A drive that is slower, or busy with others' work, makes the graph wait. Then more
 tensors stay in memory: as many bytes as the drive could not move in time. While the graph does not wait, fewer bytes
@@ -23,10 +23,12 @@ from ssd_fx.runtime.states import Entry
 
 _log = logging.getLogger("ssd_fx")
 
-# A step counts as waiting above this share of its time, unless the user allows more. Two in a row are no accident.
+# A step counts as waiting if it waits for more than this share of its time, unless the user allows more. Two such steps
+# in a row are no accident.
 WAITS = 0.02
 WARM = 2  # steps that are not judged: code is compiled and files grow
-QUIET_STEPS, LONGEST = 4, 32  # steps without waits until fewer bytes are tried; a failed trial doubles them, to LONGEST
+# After so many steps without waits fewer bytes are tried. A failed trial doubles the number, up to LONGEST.
+QUIET_STEPS, LONGEST = 4, 32
 FIRST = 8  # the first trial gives up 1/FIRST of what is above `least`, each further one twice as much
 MIB = 1 << 20
 
@@ -98,7 +100,10 @@ class Residency:
             self._waited_s += seconds
 
     def loads(self, resident_bytes: int) -> None:
-        """Records a load of a backward, while so many bytes are resident. A step's first one looks for free memory."""
+        """Records a load of a backward. At the first load of a step it reads how much memory is free.
+
+        `resident_bytes`: what is resident now.
+        """
         if not self._loads and self._most > self.least:
             self._free = self._available_bytes() + min(self.more, resident_bytes)
         self._loads = True
@@ -140,7 +145,7 @@ class Residency:
 
     def _take_more(self, share: float, limit: int) -> None:
         """Lets more bytes be resident, because each of the last two steps waited for at least `share` of its time."""
-        if self._on_trial:  # it failed
+        if self._on_trial:  # the trial failed
             wanted = self._enough
             self._patience = min(2 * self._patience, LONGEST)
         else:
@@ -151,7 +156,7 @@ class Residency:
         self._change(self._enough, f"the last two steps waited {share:.0%} of their time")
 
     def _try_less(self) -> None:
-        if self._on_trial:  # it did well
+        if self._on_trial:  # the trial did well
             self._patience = QUIET_STEPS
             self._part = max(1, self._part // 2)
         self._quiet = 0
@@ -165,21 +170,24 @@ class Residency:
 
 
 class Peak:
-    """Forecasts the peak of a step's outstanding bytes: it is the peak of the step before.
+    """Forecasts the peak of the bytes that a step has stored and the backward has not asked for, released or not: it is
+    the peak of the step before.
 
-    Here a step ends when the bytes outstanding have fallen to half of their peak or less and rise again: several
-    micro-batches may have one peak. They need not fall to 0, because a caller may keep a graph for ever.
+    Here a step ends when these bytes have fallen to half of their peak or less and rise again: several micro-batches
+    may have one peak. The bytes need not fall to 0, because a caller may keep a graph for ever.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self.nbytes = 0
-        self._entries: dict[Entry, None] = {}  # not a set: `add` is a call, which a Ctrl-C may end before the sum
-        self._highest_bytes = 0  # of this step
+        # A dict, not a set: `set.add` is a call, and a Ctrl-C may come at its end, before `nbytes` is changed.
+        self._entries: dict[Entry, None] = {}
+        self._highest_bytes = 0  # the peak of this step so far
         self._falling = False
 
     def add(self, entry: Entry) -> int:
-        """Counts an entry as outstanding. Returns the bytes that are expected to be stored until the peak, with it."""
+        """Counts an entry from its store on. Returns the bytes that are expected to be stored until the peak, this
+        entry included."""
         before = self.nbytes
         if self._falling and 2 * before <= self._highest_bytes:  # a new step
             self.peak_bytes = self._highest_bytes
@@ -192,7 +200,7 @@ class Peak:
         return self.peak_bytes - before
 
     def remove(self, entry: Entry) -> None:
-        """Counts an entry no longer. Ignores one that was never added, or was removed before."""
+        """Counts an entry no longer. Ignores an entry that was never added, or was removed before."""
         if entry in self._entries:
             del self._entries[entry]
             self.nbytes -= entry.nbytes
