@@ -80,6 +80,7 @@ def test_a_peak_above_its_limit() -> None:
     found = replace(case(100.0), curve=[At(GIB, figure(1.5, 130))])
     assert found.beyond == GIB // 2
     assert not found.holds
+    assert replace(found, curve=[At(GIB, figure(1.00001, 130))]).beyond == 0
 
 
 def test_limits_are_in_equal_steps() -> None:
