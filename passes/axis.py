@@ -171,7 +171,7 @@ class Step:
 
     @cached_property
     def chains(self) -> list[tuple[int, tuple[int, ...]]]:
-        """The items that need others to be computed again, each with those others; the last produced comes first."""
+        """The items that can be computed again only from others, each with these; the last produced comes first."""
         order = sorted(range(len(self.items)), key=self.produced.__getitem__, reverse=True)
         return [(i, self.items[i].needs) for i in order if self.items[i].needs]
 

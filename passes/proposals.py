@@ -72,8 +72,8 @@ def decide_for_all(
 
     Partitions are compared by plans of a short search. The best partition gets a plan of the full search.
     """
-    # A user cannot set `Limits`. For a budget that is `Limits`, the options get the budget 0.0: such plans keep to a
-    # limit.
+    # The options have a budget that a user can set, and `Limits` is none. With 0.0 instead, which is neither "auto" nor
+    # "keep everything", a plan keeps to its limit even if transfers are late or early.
     asked = [replace(options, budget=0.0 if isinstance(budget, Limits) else budget) for budget in budgets]
     if not _may_cut_again(joint, options):
         pairs = zip(asked, budgets, strict=True)
@@ -93,8 +93,9 @@ def decide_with_room(joint: Joint, own: Candidate, options: PlanOptions) -> tupl
     partition for the options' own budget is taken instead if it is hardly slower, or if the peak of the other is higher
     by more than half of the room.
 
-    The plan has the lowest peak in either case. The runtime holds as many bytes as it measures to fit, whatever the
-    plan says, and later it may have to hold fewer. So the room decides only which tensors are computed again.
+    In either case the plan is made for the options' own budget. The runtime holds as many bytes as it measures to fit,
+    whatever the plan says, and later it may have to hold fewer. So the room decides only which tensors are computed
+    again.
     """
     (least, lowest), (partition, roomy) = decide_for_all(joint, own, options, [options.budget, options.room])
     tight, loose = replay_of(lowest), replay_of(roomy)

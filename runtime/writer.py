@@ -195,12 +195,13 @@ class Writer:
         return self._peak.nbytes - self._ledger.unreleased_bytes
 
     def give_away(self, entry: Entry) -> None:
-        """Ends an entry's write, or its wait for one, because nobody will read it. The tensor may be written into.
+        """Ends an entry's write, or its wait for one, because nobody will read it. Then its owner may overwrite the
+        tensor.
 
         A copy that is queued on a stream goes on: nothing can take it back, and to see it end the host would wait for
-        all copies before it. Nobody reads what it moves. Until the copy has ended, or the stream of the memory waits
-        for it, nobody else gets the memory that the copy reads, and that memory counts as being written. Otherwise a
-        host far ahead of its device would give away more and more.
+        all copies before it. Nobody reads what it moves. Nobody else gets the memory that the copy reads, and it counts
+        as being written, until the copy has ended, or the stream that the memory belongs to waits for the copy.
+        Otherwise a host far ahead of its device would give away more and more.
         """
         write, held = entry.write, entry.held
         if isinstance(write, streams.Queued) and write.cannot_fail() and not write.done():
@@ -329,8 +330,8 @@ class Writer:
         return None
 
     def _too_many(self) -> bool:
-        """Whether more is resident than may be. Under a limit two moments count: now, without what is being written,
-        and the moment when the graph has released everything."""
+        """Whether more is resident than may be. Under a limit that is so if the resident bytes are more than may stay
+        when the graph has released everything, or if what is held now, without what is being written, is too much."""
         ledger = self._ledger
         if not self.limit:
             return ledger.resident_bytes > self._residency.nbytes

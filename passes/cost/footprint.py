@@ -48,7 +48,7 @@ class Buffers:
         """
         change = [0] * (count + 1)
         counted = set(keys)
-        # inputs that a buffer counted elsewhere is written over
+        # the inputs over which a buffer is written that is counted elsewhere
         over = {source for key, source in self.in_place.items() if key not in counted}
         for key in counted:
             first, last = self.first[key], self.last[key]
@@ -157,7 +157,7 @@ def _in_place(
     the input too, if this loop reads their results. No loop writes over the result of a scatter, which wrote over its
     own operand (`decide_inplace_update`, torch 2.13).
 
-    `ends`: for each buffer, all loops of the kernel that reads it last.
+    `ends`: for each buffer, the loops that read it in the kernel that reads it last.
     """
     scatters = {i: _operand(kernels, i) for i, node in enumerate(kernels.nodes) if operator_of(node) in SCATTERS}
     makers: dict[int, list[int]] = {}  # the buffers that each loop writes

@@ -36,8 +36,8 @@ CALLS_BEHIND_AGAIN = 2
 
 
 # If a library call stands between two such loops, the bytes that both read must be at least this share of the bytes
-# that the later one writes. The pieces of a loss share only its targets and a few numbers, and in one kernel the logits
-# of all pieces would be alive at once.
+# that the later one writes. A loss may be computed in pieces, some rows at a time. The loops of its pieces share only
+# the targets and a few numbers. In one kernel the logits of all pieces would be alive at once.
 WORTH_SHARING = 1 / 16
 
 
@@ -58,7 +58,7 @@ class Space:
 
     `outer`: the iterations of the outermost of nested loops. A reduction has an outer loop over its results. On the CPU
     any loop has an outer loop if an input is read again and again, as a row or a column is (broadcast), or if an input
-    is not dense in the order of its dimensions. Else one loop goes over all elements.
+    is not dense in the order of its dimensions. Else one loop goes over all elements, and `outer` is their number.
     """
 
     elements: int
@@ -200,13 +200,13 @@ class Groups:
         return bisect.bisect(self._calls, begin) - bisect.bisect(self._calls, end)
 
     def places(self) -> dict[int, int]:
-        """When each loop runs: at the last loop of its kernel, or before a kernel that reads it and runs earlier.
+        """When each loop runs: at the place of the last loop of its kernel, or before a reader whose place is earlier.
 
         In the second case the kernel gets a place where no other kernel runs, behind all kernels that it reads. If two
         kernels had one place, the tensors that one of them reads would seem alive beside those that the other writes.
         If no place is free, the kernel gets the place of its reader. A kernel never runs before the first loop of any
-        kernel that it needs. So if a loop is fused with the loop of a gradient at the end of the backward, their kernel
-        runs there, and its readers run later. That is the order of `lowering/order.py`.
+        kernel that it needs. So if a loop is fused with the loop of a gradient that needs kernels at the end of the
+        backward, their kernel runs there too, and its readers run later. That is the order of `lowering/order.py`.
         """
         at = {root: group.last for root, group in self._groups.items()}
         readers = {root: {self.of(n) for n in group.readers} - {root} for root, group in self._groups.items()}
@@ -253,8 +253,8 @@ class Groups:
         return False
 
     def _latest(self, end: int) -> int:
-        """The last place where a group on a path to `end` may begin. Paths go forward in the graph, but can go back
-        from the last loop of a group to its first."""
+        """The last place where a group on a path to `end` may begin. A path goes from a loop to a later one that reads
+        it. Within a group it may arrive at the last loop and leave from the first, which stands before it."""
         latest = self._groups[end].last
         for first, last in self._spans:
             if first > latest:

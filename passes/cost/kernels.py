@@ -43,7 +43,7 @@ MANY_ROWS, FEW_COLUMNS = 512, 1 << 15
 
 @dataclass(slots=True)
 class _Work:
-    """The work of a kernel that computes a node inside itself.
+    """The work that a kernel does for one node if it computes that node, instead of reading it from memory.
 
     `reads`: the nodes that it reads from memory. `operations`: the number of nodes that it computes, with repetitions.
     `heavy`: whether one of them is in `HEAVY`.
@@ -64,8 +64,8 @@ class Kernels:
 
     `storages`: the storages of a node's outputs, with their bytes. `computes`: whether a kernel computes the node; no
     kernel computes a view. `calls`: the nodes that are library calls. `inside`: the loops and calls that compute a
-    node, each named by the node whose result it writes to memory. A node computes itself, or each of its readers
-    computes it, if it is cheap to do again. `early`: the readers that compute a node themselves although it is written
+    node, each named by the node whose result it writes to memory. That is the node itself. If it is cheap to do again,
+    each of its readers computes it instead. `early`: the readers that compute a node themselves although it is written
     for a later reader. `maker`: the node that writes a storage; an input counts as its own maker. `reads`: the storages
     that a node reads from memory, with the bytes. `kernel`: the kernel of a loop, the same for fused loops. `reducing`:
     the kernels with a reduction. `at`: the place where a loop runs. `sums`: the loops that are a reduction.
@@ -199,7 +199,7 @@ class Kernels:
         """Whether Inductor writes a node to memory at once. It writes running sums because we tell it to. By its own
         rules it writes a node that a library call or the caller reads, that `as_strided` views (as the scale of a group
         norm), or that would cost too much if several readers computed it (`should_realize_on_reuse`, and thresholds in
-        its configuration, torch 2.13). It counts operations, of which a node has about two.
+        its configuration, torch 2.13). Inductor counts operations, of which a node has about two, and we count nodes.
 
         A node that a call reads through a view is written when Inductor comes to that call. Until then its readers
         compute it themselves. A returned node that reads no memory, such as indices, is not written at once either: its

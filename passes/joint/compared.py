@@ -20,7 +20,7 @@ from ssd_fx.passes.partition import RECOMPUTED, Partition, tensor_of, tensors_of
 from ssd_fx.passes.plan import Plan
 
 COMPARED = "the backward compares it, and compression is lossy"
-_JUMPS = frozenset(  # operators whose result may jump (see `jumps`), besides those that make bools of floats
+_JUMPS = frozenset(  # operators whose result may jump, whatever its dtype; `jumps` adds all that make bools of floats
     (
         *("eq", "ne", "lt", "le", "gt", "ge", "sign", "sgn", "heaviside", "floor", "ceil", "round", "trunc", "frac"),
         *("fmod", "remainder", "floor_divide", "bucketize", "searchsorted"),

@@ -242,10 +242,10 @@ def _refuse_circle(graph: nx.DiGraph[int], nodes: list[BaseSchedulerNode]) -> No
 def _targets(graph: nx.DiGraph[int], position: list[int], begins: list[int], added: set[int]) -> list[float]:
     """The positions at which the kernels should run: their own, or the earlier one of a kernel that needs them.
 
-    A kernel's inputs may be there from the first node of the kernel that makes them on (`begins`). No kernel gets an
-    earlier position than that. Nodes that we have `added` may stand right before a kernel. If that kernel needs another
-    kernel, the other one runs before the `added` nodes, as in the plan. Else a tensor that is loaded there would be in
-    memory during both kernels.
+    The kernel that makes an input may run as early as the first node that it computes (`begins`). So no kernel gets a
+    position before that node of any kernel that it needs. Nodes that we have `added` may stand right before a kernel.
+    If that kernel needs another kernel, the other one runs before the `added` nodes, as in the plan. Else a tensor that
+    is loaded there would be in memory during both kernels.
     """
     order = list(nx.topological_sort(graph))
     ready = [0] * len(order)

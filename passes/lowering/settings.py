@@ -47,8 +47,8 @@ def settings(gm: fx.GraphModule, inputs: Sequence[object], mode: str | None) -> 
             stacklevel=2,
         )
     if compiled_autograd.loads(gm.graph):
-        # Inductor has this pass only for inference, as which this graph is compiled. The pass would move loads to the
-        # first use of the tensor.
+        # Inductor has this pass for inference only, and compiles the graphs of compiled autograd as inference. The pass
+        # would move loads to the first use of the tensor.
         found["reorder_for_locality"] = False
     return found
 

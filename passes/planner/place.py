@@ -75,7 +75,7 @@ class Placer:
         self.release_after: dict[int, int] = {}
         self.blocking: set[int] = set()  # the items whose releases wait for their writes
         self.load_before: dict[int, int] = {}
-        self.strict: set[int] = set()  # the items whose loads only memory keeps from standing earlier
+        self.strict: set[int] = set()  # the items whose loads would stand earlier if there were memory
         if len(self.free) and self.free.min() < 0:
             return None
         order = self._write_order()

@@ -30,7 +30,7 @@ from ssd_fx.passes.schedule import Replay
 ENOUGH = 2e-3  # a step that is longer than the bound on all plans by a smaller share is good enough
 EXHAUSTIVE = 1024  # if there are at most so many combinations of choices, all are tried
 FEW = 2  # after so many placements that are not better, look for other items to recompute
-MANY = 8  # the same, when there are no others to look for
+MANY = 8  # the same once there are no others to look for
 LOOK = 8  # the effort that it takes to look at a change before it is placed
 NEAR = 8  # so many of the dearest recomputed items are exchanged for as many of the cheapest others
 STRIDES = (1, 2, 3, 4, 8)  # checkpoints at every boundary between layers, at every second one, and so on
@@ -134,9 +134,9 @@ class Search(Trials):
         Among items that cost the same, the first layers come first, which are away longest. In the second order the
         last layers come first, whose transfers would have the least time if they were offloaded. The third leaves out
         the items between layers, because to recompute them too would chain the layers. The fourth has whole layers,
-        from the first layer on. Beside the chains of cheap items there may be no memory for those of dear ones. So when
-        it is checked which items fit, the dear ones come first. The others leave out the items at every second boundary
-        between layers, at every third, and so on.
+        from the first layer on. For this order it is checked with the dear items first which items fit, because beside
+        the chains of cheap items there may be no memory for those of dear ones. The other orders leave out the items at
+        every second boundary between layers, at every third, and so on.
         """
         items, able = self.step.items, sorted(self.dearest)
         cheap = sorted(able, key=lambda i: (self._again_per_byte(i), items[i].produced))
@@ -300,11 +300,11 @@ class Search(Trials):
         return other if other is not None and better(other, found) else found
 
     def _again_per_byte(self, i: int) -> float:
-        """Seconds to recompute an item, per byte; a size that only the run knows is 0."""
+        """Seconds to recompute an item, per byte. An item whose size is only known at run time counts as one byte."""
         return round(self.step.fair_again_s[i] / max(self.step.items[i].nbytes, 1), 15)
 
     def _with(self, recomputed: AbstractSet[int], order: list[int], count: int, defer: bool) -> Choices:
-        """Offload the first `count` of `order`. With `defer`, the next ones are deferred until the share is met."""
+        """Offload the first `count` of `order`. With `defer`, the next ones are deferred, as in `_defer`."""
         choices = self.preferred.copy()
         for i in recomputed:
             choices[i] = Choice.RECOMPUTE
@@ -315,7 +315,8 @@ class Search(Trials):
         return tuple(choices)
 
     def _defer(self, choices: list[Choice], others: list[int]) -> None:
-        """Defer the items of `others` that may not be kept, and of the rest the first ones, until the share is met."""
+        """Defer the items of `others` that may not be kept, and of the rest the first ones, until no more than
+        `share_bytes` are kept."""
         over = self.step.kept_bytes(choices) - self.share_bytes
         for i in others:
             if over > 0 or choices[i] is Choice.OFFLOAD:
@@ -362,8 +363,8 @@ class Search(Trials):
 
     def _exchange_in_chains(self) -> None:
         """In the best plan, swap the choices of an item and of one that it is made of. At the same time swap those of
-        another such pair, or change one other item. Two layers that keep their norms and not their inputs may fit
-        together where neither does alone."""
+        another such pair, or change one other item. For example, a plan may be better if two layers keep their norms
+        instead of their inputs, though it is not if only one of them does."""
         assert self.best is not None
         items, choices = self.step.items, self.best.choices
         pairs = [(i, needed) for i, item in enumerate(items) for needed in item.needs]

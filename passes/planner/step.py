@@ -79,7 +79,7 @@ class _Modelling:
         return tuple(map(operator.add, base, itertools.accumulate(change)))
 
     def _linked(self, items: Mapping[int, Item]) -> tuple[Item, ...]:
-        """The items, by slot, with the indices of those that they need to be computed again."""
+        """The items, by slot, each with the indices of those that must be there when it is computed again."""
         index = {slot: i for i, slot in enumerate(items)}
         return tuple(replace(item, needs=self._needs(slot, index)) for slot, item in items.items())
 
