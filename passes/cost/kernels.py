@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ssd_fx.compat import inductor_config as config
+from ssd_fx.compat import inlined_at_most
 from ssd_fx.passes.cost.fusion import Loop, Space, fuse
 from ssd_fx.passes.cost.operators import (
     HEAVY,
@@ -86,6 +87,7 @@ class Kernels:
         self._running = running_sums(self.nodes)
         mms = {i: self.index[mm] for i, n in enumerate(self.nodes) if (mm := addmm(n, n in self._running)) is not None}
         self.calls = {i for i, n in enumerate(self.nodes) if is_extern(n)} | mms.keys()
+        self._most = {on_cpu: inlined_at_most(on_cpu) for on_cpu in (True, False)}
         inlined, self.early = self._inlined()
         self.inside = self._inside(inlined, {mm: add for add, mm in mms.items()})
         makers = [i for i in range(len(self.nodes)) if self._makes(i) and i in self.inside[i]]
@@ -199,19 +201,19 @@ class Kernels:
         """Whether Inductor writes a node to memory at once. It writes running sums because we tell it to. By its own
         rules it writes a node that a library call or the caller reads, that `as_strided` views (as the scale of a group
         norm), or that would cost too much if several readers computed it (`should_realize_on_reuse`, and thresholds in
-        its configuration, torch 2.13). Inductor counts operations, of which a node has about two, and we count nodes.
+        its configuration, torch 2.13). Inductor counts operations, of which a node has about two.
 
         A node that a call reads through a view is written when Inductor comes to that call. Until then its readers
         compute it themselves. A returned node that reads no memory, such as indices, is not written at once either: its
         other readers compute it themselves (`make_loader`)."""
         node, readers = self.nodes[i], self._readers[i]
-        most_reads, most_operations = (12, 25) if is_on_cpu(self.nodes[i]) else (8, 15)
+        most_reads, most_operations = self._most[is_on_cpu(node)]
         called = any(r in self.calls and self.nodes[r] in node.users for r in readers)
         returned = bool(work.reads) and any(map(self._is_output, readers))
         is_seen = called or returned or i in self._strided or node in self._running
         if is_seen or len(work.reads) > most_reads:
             return True
-        too_long = len(work.reads) > config.realize_reads_threshold or work.operations > most_operations
+        too_long = len(work.reads) > config.realize_reads_threshold or 2 * work.operations > most_operations
         return len(readers) > 1 and (too_long or work.heavy)
 
     def _is_output(self, i: int) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssd_fx.passes.cost.kernels import Kernels
@@ -91,6 +92,23 @@ def test_what_as_strided_views_is_written() -> None:
     loops = {kernels.nodes[i].name for i in kernels.maker.values() if kernels.computes[i]} - {"bmm", "bmm_1"}
     assert loops == {"mul", "sub", "sin", "cos"}
     written = [n for kernel in lower_alone(scaled, *args).kernels if not kernel.is_extern() for n in kernel.get_nodes()]
+    assert len(written) == len(loops)
+
+
+def chained(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Six operations on one tensor, whose result two loops read."""
+    y = (((x + 1).abs() + 2).abs() + 3).abs()
+    return y.sum(0), y.sum(1)
+
+
+@pytest.mark.parametrize("most", [None, 5])
+def test_how_much_is_computed_by_each_reader_is_a_setting_of_inductor(most: int | None) -> None:
+    x = torch.randn(64, 64)
+    with inductor_config.patch(realize_opcount_threshold=most):
+        kernels = Kernels(make_fx(chained, tracing_mode="fake")(x).graph)
+        written = [node for kernel in lower_alone(chained, x).kernels for node in kernel.get_nodes()]
+    loops = {kernels.nodes[i].name for i in kernels.maker.values() if kernels.computes[i]}
+    assert loops == {"sum_1", "sum_2"} | ({"abs_3"} if most else set())
     assert len(written) == len(loops)
 
 
