@@ -46,7 +46,7 @@ NAVIGATION = {
         "docs/results/peaks",
         "docs/results/paper/benchmarks",
         "docs/results/gpu/README",
-        "docs/results/pareto/2026-11-28",
+        "docs/results/pareto/2026-11-29",
         "docs/results/slow-step/2026-11-27",
         "docs/results/long-context",
         "docs/results/planted",

@@ -113,8 +113,8 @@ def test_the_readme_is_short_and_names_options_that_exist() -> None:
     ("page", "row", "count", "record"),
     [
         ("README.md", r"^\| .*\| (?:time|live, MiB|process, MiB) \| .*$", 3, "docs/results/measurements.md"),
-        ("docs/pareto.md", r"^\| .* GiB, .* GiB, .*$", 6, "docs/results/pareto/2026-11-28.md"),
-        ("docs/pareto.md", r"^\| \w+ \| \d\.\d+ \(.*$", 6, "docs/results/pareto/2026-11-28.md"),
+        ("docs/pareto.md", r"^\| .* GiB, .* GiB, .*$", 6, "docs/results/pareto/2026-11-29.md"),
+        ("docs/pareto.md", r"^\| \w+ \| \d\.\d+ \(.*$", 6, "docs/results/pareto/2026-11-29.md"),
     ],
 )
 def test_the_figures_of_a_table_are_those_of_a_record(page: str, row: str, count: int, record: str) -> None:
