@@ -22,6 +22,8 @@ from ssd_fx.passes.planner.solve import BudgetError
 from ssd_fx.passes.proposals import cut, decide_for_all
 from ssd_fx.survey import Look, T, surveyed
 
+EQUAL_PEAKS = 1.0001  # some kilobytes of a gigabyte
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -38,8 +40,11 @@ class Figure:
         found = replay_of(plan)
         return Figure(found.peak, found.seconds, found.written, found.step.floor)
 
+    def fits(self, limit_bytes: float) -> bool:
+        """Whether the peak is at most the limit, or equal to it but for rounding."""
+        return self.peak_bytes <= EQUAL_PEAKS * limit_bytes
 
-EQUAL_PEAKS = 1.0001  # some kilobytes of a gigabyte
+
 Budget = float | Limits
 Found = list[Figure | None]
 
@@ -54,7 +59,7 @@ def planned_at(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) ->
 
     The planner gets all of them at once. If it cannot meet one, that is the tightest limit, and the others are asked
     again. Nodes of ours lower some peaks a little, which is counted once a plan is made. So a limit under the least
-    that can be met becomes that, and is met if the peak of the plan is at most `EQUAL_PEAKS` times the limit.
+    that can be met becomes that, and is met if the plan `fits` it.
     """
     own, asked = cut(joint, options), {budget: budget for budget in budgets}  # and what is asked for instead
     while asked:
@@ -68,7 +73,7 @@ def planned_at(budgets: Sequence[Budget], joint: Joint, options: PlanOptions) ->
                 del asked[tightest]
             continue
         found = dict(zip(asked, map(Figure.of, plans), strict=True))
-        met = {b: figure for b, figure in found.items() if figure.peak_bytes <= EQUAL_PEAKS * _tightness(b)}
+        met = {budget: figure for budget, figure in found.items() if figure.fits(_tightness(budget))}
         return [met.get(each) for each in budgets]
     return [None] * len(budgets)
 

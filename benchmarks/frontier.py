@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import svg  # neighbours of this file
-from forecasts import EQUAL_PEAKS, Figure
+from forecasts import Figure
 from rivals import KEEP
 
 from ssd_fx.rivals import BUDGETED, CHECKPOINT
@@ -34,10 +34,6 @@ class At:
     @property
     def step_s(self) -> float:
         return self.ours.step_s if self.ours else math.inf
-
-    @property
-    def is_met(self) -> bool:
-        return self.ours is not None and self.ours.peak_bytes <= EQUAL_PEAKS * self.limit_bytes
 
 
 @dataclass(frozen=True)
@@ -89,8 +85,8 @@ class Case:
     @property
     def beyond(self) -> int:
         """Bytes by which a peak of ours is above its limit at most; 0 if all are equal to it, or below."""
-        above = [at.ours.peak_bytes - at.limit_bytes for at in self.all if at.ours and not at.is_met]
-        return math.ceil(max(above, default=0))
+        found = [(at.ours, at.limit_bytes) for at in self.all if at.ours]
+        return math.ceil(max((own.peak_bytes - limit for own, limit in found if not own.fits(limit)), default=0))
 
     @property
     def holds(self) -> bool:

@@ -107,13 +107,12 @@ def is_lite() -> bool:
 def inlined_at_most(on_cpu: bool) -> tuple[int, int]:
     """The reads and the operations of a loop beyond which Inductor writes its result to memory, instead of computing it
     in the kernels that read it. They are the user's settings, or else those for the type of device."""
-    reads, operations = inductor_config.realize_acc_reads_threshold, inductor_config.realize_opcount_threshold
-    if reads is None:
-        own = inductor_config.realize_cpu_acc_reads_threshold if on_cpu else None
-        reads = own or inductor_config._realize_acc_reads_threshold_default
+    found = inductor_config
+    reads, operations = found.realize_acc_reads_threshold, found.realize_opcount_threshold
+    if reads is None:  # as in torch 2.13, unless the user has set it
+        reads = found.realize_cpu_acc_reads_threshold if on_cpu else found._realize_acc_reads_threshold_default
     if operations is None:
-        own = inductor_config.realize_cpu_opcount_threshold if on_cpu else None
-        operations = own or inductor_config._realize_opcount_threshold_default
+        operations = found.realize_cpu_opcount_threshold if on_cpu else found._realize_opcount_threshold_default
     return reads, operations
 
 
