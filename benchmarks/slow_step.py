@@ -2,6 +2,7 @@
 
 python benchmarks/slow_step.py --dir /mnt/nvme                   # four cases, to demo-out/slow-step (two hours)
 python benchmarks/slow_step.py --dir /mnt/nvme --families gpt --gbps 0.3 --precisions fp32
+python benchmarks/slow_step.py --dir /mnt/nvme --families gpt --precisions bf16 --width 192 --heads 3 --batch 1
 python benchmarks/slow_step.py --dir /mnt/nvme --quick           # a tiny case that only shows that it runs
 
 How it is measured:
@@ -48,6 +49,7 @@ from ssd_fx.rivals import BUDGETED, CHECKPOINT
 GPT = Model(12, 384, 6, 8, 512, 0.0, False, 0, 3e-4, "gpt")
 LLAMA = Model(8, 512, 8, 4, 512, 0.0, False, 0, 3e-4, "llama", 8192)
 TINY = {"layers": 2, "width": 128, "heads": 4, "batch": 2, "seq": 128}
+SIZES = ("width", "heads", "batch")  # what flags may change of these models
 MIN_BYTES = 65_536
 INDUCTOR = "inductor"
 
@@ -168,7 +170,7 @@ def row(name: str, rounds: Sequence[Mapping[str, Step]], found: Mapping[str, Any
 
 def cases(flags: argparse.Namespace) -> list[Case]:
     models: dict[Family, Model] = {"gpt": GPT, "llama": LLAMA}
-    sizes = TINY if flags.quick else {}
+    sizes = {name: getattr(flags, name) for name in SIZES if getattr(flags, name)} | (TINY if flags.quick else {})
     made = product(flags.families, flags.precisions)
     return [Case(Model(**(asdict(models[f]) | sizes | {"amp": p == "bf16"})), tuple(flags.gbps)) for f, p in made]
 
@@ -180,6 +182,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--families", nargs="+", choices=("gpt", "llama"), default=["gpt", "llama"])
     add("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"], help="bf16: autocast")
     add("--gbps", nargs="+", type=float, default=None, help="of the drive, each way; default: 0.1 0.3 1")
+    for name in SIZES:
+        add(f"--{name}", type=int, default=None, help="of the models, for a processor that is slow in a precision")
     add("--rounds", type=int, default=None, help="default: 15, with --quick 3")
     add("--warmup", type=int, default=3, help="rounds before them, default %(default)s")
     add("--json-dir", type=Path, default=Path("demo-out/slow-step"), help="default %(default)s")

@@ -37,9 +37,13 @@ class Encoder:
         """The codec of the tier that the plan names, even if the tensor ends up in another or moves on; or empty."""
         return self.codecs.get("host" if entry.tier == "host" else "ssd", "") if self.codecs else ""
 
+    def stored(self, entry: Entry) -> None:
+        """Counts a store, so that a codec which did not shrink an earlier tensor of the slot is tried again in time."""
+        self._habits.of(entry.graph, entry.slot).stored()
+
     def wants(self, entry: Entry, name: str) -> bool:
         """Whether a codec is to encode what an entry holds. Asked before it is resident, and again before its write."""
-        if not name or entry.encoded or self._habits.of(entry.graph, entry.slot).is_plain(name):
+        if not name or entry.encoded or name in self._habits.of(entry.graph, entry.slot).plain:
             return False
         # The values in the gaps of a tensor would change the scale of their block.
         return entry.layout == entry.seen or not codec.is_lossy(name, entry.layout.dtype)

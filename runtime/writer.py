@@ -272,6 +272,7 @@ class Writer:
         if self.limit:
             self._ledger.uses(entry)
         if self._encoder.codecs:
+            self._encoder.stored(entry)
             if codec.is_lossy(self._encoder.codec_of(entry), x.dtype):
                 entry.later = False  # what is lost must not depend on other forwards
             stays = "" if entry.early or not self._residency.least else self._encoder.codecs.get("host", "")

@@ -35,12 +35,10 @@ class Habit:
     plain: dict[str, int] = field(default_factory=dict)  # by codec that did not shrink it: stores left without it
     error: float | None = None  # the relative error of its lossy encoding, None until it was measured
 
-    def is_plain(self, codec: str) -> bool:
-        """Whether this store skips a codec that did not shrink an earlier tensor of the slot. Counts the store."""
-        left = self.plain.pop(codec, 0)
-        if left > 1:
-            self.plain[codec] = left - 1
-        return left > 0
+    def stored(self) -> None:
+        """Counts a store of the slot."""
+        if self.plain:
+            self.plain = {codec: left - 1 for codec, left in self.plain.items() if left}
 
 
 @dataclass(slots=True)

@@ -142,28 +142,35 @@ class TieredEngine:
                 self._stop(extent)
 
     def _move(self, extent: TieredExtent) -> bool:
-        """Moves an extent from host memory to the drive. False if it is not filled yet, or the drive has no room."""
+        """Moves an extent from host memory to the drive. False if that cannot begin now."""
         assert extent.host, "what is in `_in_host` has host memory"
         if extent.written is None or not extent.written.done():
             return False
-        del self._in_host[extent]
         try:
             extent.drive = self._drive.alloc(extent.nbytes)
         except OSError:  # the drive warned; the tensor stays in host memory
             return False
+        del self._in_host[extent]
         self._moving[extent] = None
         self.moving_bytes += extent.nbytes
         try:
             extent.moving = self._drive.write(extent.drive, self._host.located(extent.host))
             extent.moving.start()
         except OSError as error:
-            self._finish_move(extent, error)
+            self._moved_or_not(extent, error)
+            return False
         return True
 
     def _reap(self) -> None:
         for extent in list(self._moving):
             if extent.moving and extent.moving.done():
-                self._finish_move(extent, outcome(extent.moving))
+                self._moved_or_not(extent, outcome(extent.moving))
+
+    def _moved_or_not(self, extent: TieredExtent, error: OSError | None) -> None:
+        """Records the end of a move that nobody stopped. After an error it is tried again, behind the others."""
+        self._finish_move(extent, error)
+        if error:
+            self._in_host[extent] = None
 
     def _stop(self, extent: TieredExtent) -> None:
         """Ends a move, if one is under way. If all bytes were written already, the tensor is on the drive."""

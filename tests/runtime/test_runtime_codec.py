@@ -182,6 +182,7 @@ def test_encoded_load_in_another_layout(tmp_path):
 
 
 def test_what_does_not_shrink_is_tried_again_now_and_then(tmp_path, monkeypatch):
+    """After so many stores, however often the writer asks about each: where it rests, and when it is written."""
     monkeypatch.setattr(encoder, "PLAIN", 4)
     config = config_json(tmp_path, compression={"ssd": "bitpack"})
     calls = []
@@ -191,6 +192,7 @@ def test_what_does_not_shrink_is_tried_again_now_and_then(tmp_path, monkeypatch)
     for _ in range(12):
         x = torch.randn(N)
         h = store(x, config)
+        get_store(config).writer._encoder.wants(lookup(h), "bitpack")
         assert raw(load(h, x)) == raw(x)
         counts.append(len(calls))
     assert counts == [1] * 5 + [2] * 5 + [3] * 2

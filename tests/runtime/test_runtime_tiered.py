@@ -14,7 +14,7 @@ from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.tiered import TieredEngine
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.stores import close_stores
-from tests.runtime.engines import DelayedEngine, FailingEngine, around
+from tests.runtime.engines import DelayedEngine, FailingEngine, Wrapped, around
 from tests.runtime.fake_gpu import ORDERS, installed
 from tests.runtime.harness import config_json, load, move, op, raw, release, settle
 
@@ -79,6 +79,35 @@ def test_a_move_that_fails_stays_in_host_memory(drive, code, refused):
     extents = [put(engine, x) for x in xs]
     assert settled(engine, extents) == "hh"
     assert (failing.refused, moved) == (refused, [])
+    assert all(torch.equal(get(engine, e), x) for e, x in zip(extents, xs, strict=True))
+
+
+class FullAtFirst(Wrapped):
+    """A drive without room for the first tensor."""
+
+    full = True
+
+    def alloc(self, nbytes, tier=""):
+        if self.full:
+            self.full = False
+            raise OSError(errno.ENOSPC, "full")
+        return super().alloc(nbytes, tier)
+
+
+def no_memory_at_first(drive):
+    return FailingEngine(drive, lambda op, count: op == "write" and count == 0, errno.ENOMEM)
+
+
+@pytest.mark.parametrize("wrap", [FullAtFirst, no_memory_at_first])
+def test_a_move_that_failed_is_tried_again(drive, wrap):
+    """Else the tensor would take its part of host memory until its backward, though the drive has room meanwhile."""
+    engine = tiered(wrap(drive), room=B)
+    xs = [torch.randn(N) for _ in range(3)]
+    extents = []
+    for x in xs:
+        extents.append(put(engine, x))
+        settled(engine, extents)
+    assert settled(engine, extents) == "ddh"
     assert all(torch.equal(get(engine, e), x) for e, x in zip(extents, xs, strict=True))
 
 
