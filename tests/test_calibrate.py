@@ -27,7 +27,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssd_fx
-from ssd_fx import Config, cli
+from ssd_fx import Config, cli, mounts
 from ssd_fx.backend import machine_of
 from ssd_fx.calibration import cache, calibrate, launches, rates, round_trip, timing, transfers
 from ssd_fx.calibration.transfers import host_copies
@@ -117,6 +117,16 @@ def test_another_engine_or_other_checksums_are_another_drive(calls: Calls, tmp_p
     assert (calls.compute, calls.disk) == (1, 3)
 
 
+def test_a_drive_of_another_name_is_another_drive(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it has the same number, as on another node with the same home directory, or after a start."""
+    calibrate.calibrated(config_for(tmp_path), CPU)
+    monkeypatch.setattr(mounts, "name_of", lambda _: "eui.0002")
+    calibrate.calibrated(config_for(tmp_path), CPU)
+    assert (calls.compute, calls.disk) == (1, 2)
+
+
 def test_another_number_of_threads_is_another_machine(calls: Calls, tmp_path: Path) -> None:
     calibrate.calibrated(config_for(tmp_path), CPU)
     threads = torch.get_num_threads()
@@ -137,16 +147,17 @@ def test_threads_that_compile_at_once_measure_once(calls: Calls, tmp_path: Path)
     assert (calls.compute, calls.disk) == (1, 1)
 
 
+OF_NOW = f'{{"version": {cache._VERSION}'  # how a file of this version begins
 NO_RATES = {
     "empty": "",
     "no JSON": "rates",
     "a list": "[]",
     "another version": '{"version": 0}',
-    "nothing measured": '{"version": 8}',
-    "a number": '{"version": 8, "measured": 1}',
-    "no entry": '{"version": 8, "measured": {"k": 1}}',
-    "another entry": '{"version": 8, "measured": {"k": {"speed": 1}}}',
-    "no rate": '{"version": 8, "measured": {"k": {"rates": {"flops": "fast"}}}}',
+    "nothing measured": OF_NOW + "}",
+    "a number": OF_NOW + ', "measured": 1}',
+    "no entry": OF_NOW + ', "measured": {"k": 1}}',
+    "another entry": OF_NOW + ', "measured": {"k": {"speed": 1}}}',
+    "no rate": OF_NOW + ', "measured": {"k": {"rates": {"flops": "fast"}}}}',
 }
 
 

@@ -1,6 +1,6 @@
 """The file of measured rates, which all processes of a user share.
 
-    ~/.cache/ssd_fx/machine.json        {"version": 8, "measured": {"compute {...}": entry, "disk {...}": entry}}
+    ~/.cache/ssd_fx/machine.json        {"version": 9, "measured": {"compute {...}": entry, "disk {...}": entry}}
 
 A key has the hardware and software that was measured, an entry the fields of `Entry`. The file is written under the
 lock of a file beside it, or of the temporary directory where no such file can be locked, so that one process measures
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from ssd_fx import mounts
 from ssd_fx.options import Options
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.runtime.build import cache_home, replace_text
@@ -111,10 +112,12 @@ def compute_key(device: torch.device) -> str:
 
 
 def disk_key(config: Options, device: torch.device) -> str:
-    """The key of what moves bytes: "disk", and as JSON what computes, the block devices under the directories (not
-    their paths), engine and checksums."""
-    numbers = [] if config.engine == "memory" else sorted({os.stat(path).st_dev for path in config.dirs})
-    drives = [f"{os.major(n)}:{os.minor(n)}" for n in numbers]
+    """The key of what moves bytes: "disk", and as JSON what computes, the drives under the directories, engine and
+    checksums.
+
+    Drives have names that hold on every machine, since machines may share a home directory.
+    """
+    drives = [] if config.engine == "memory" else sorted({mounts.name_of(path) for path in config.dirs})
     what = _hardware(device) | {"drives": drives, "engine": config.engine, "checksums": config.checksums}
     return f"disk {json.dumps(what, sort_keys=True)}"
 

@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from ssd_fx import mounts
 from ssd_fx.calibration import round_trip
-from ssd_fx.command import limits, mounts, smart
+from ssd_fx.command import limits, smart
 from ssd_fx.command.findings import Finding
 from ssd_fx.config import Config
 from ssd_fx.runtime.engines.extents import beyond_the_reserve

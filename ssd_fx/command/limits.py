@@ -12,7 +12,7 @@ import torch
 
 from ssd_fx.calibration import cache as rates_cache
 from ssd_fx.command.findings import Finding
-from ssd_fx.command.mounts import SYS, Drive, text_of
+from ssd_fx.mounts import SYS, Drive, text_of
 from ssd_fx.runtime.account import AUTO
 from ssd_fx.runtime.memory.available import available_bytes, least_limit, own_groups
 from ssd_fx.runtime.memory.gauge import gauge, host_spare_bytes

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import ssd_fx
-from ssd_fx import cli
+from ssd_fx import cli, mounts
 from ssd_fx.calibration import cache, round_trip
 from ssd_fx.calibration.cache import Entry
-from ssd_fx.command import directories, limits, mounts, smart, software
+from ssd_fx.command import directories, limits, smart, software
 from ssd_fx.command.findings import Finding, summary, worst
 from ssd_fx.options import Options
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory

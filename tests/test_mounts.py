@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ssd_fx.command import directories, limits, mounts
+from ssd_fx import mounts
+from ssd_fx.command import directories, limits
 
 TABLE = r"""
 22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw
@@ -99,6 +100,47 @@ def test_a_file_system_without_a_drive(table: Path, sys: Path) -> None:
     mount = mounts.mount_of("/ram/x", table)
     assert mount is not None
     assert mounts.drives_of(mount, sys) == []
+
+
+def stand_on(table: Path, directory: Path, device: str, source: str = "/dev/x") -> str:
+    """The directory, after a line in the table that mounts it from `device`."""
+    with table.open("a") as file:
+        file.write(f"50 22 {device} / {directory} rw - ext4 {source} rw\n")
+    return str(directory)
+
+
+def test_a_drive_has_one_name_whatever_its_number(table: Path, sys: Path, tmp_path: Path) -> None:
+    """Numbers are given out at every start of a machine; and a partition is called as the drive that it is on."""
+    here = stand_on(table, tmp_path, "259:2")
+    put(sys / "devices", {"nvme0n1/wwid": "eui.0001\n", "nvme1n1/wwid": "eui.0002\n"})
+    assert mounts.name_of(here, table, sys) == "eui.0001"
+    (sys / "dev" / "block" / "259:2").unlink()
+    (sys / "dev" / "block" / "259:2").symlink_to(sys / "devices" / "nvme1n1")
+    assert mounts.name_of(here, table, sys) == "eui.0002"
+
+
+def test_the_name_of_a_volume(table: Path, sys: Path, tmp_path: Path) -> None:
+    """Its own, since encryption takes time that the drive alone does not; else all those of its drives."""
+    here = stand_on(table, tmp_path, "252:0")
+    put(sys / "devices", {"nvme0n1/wwid": "eui.0001\n", "nvme1n1/wwid": "t10.ATA   Fast  1\n"})
+    assert mounts.name_of(here, table, sys) == "eui.0001+t10.ATA Fast 1"
+    put(sys / "devices", {"dm-0/dm/uuid": "CRYPT-LUKS2-abc\n"})
+    assert mounts.name_of(here, table, sys) == "CRYPT-LUKS2-abc"
+
+
+def test_a_name_that_other_hosts_may_give_too(
+    table: Path, sys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drives of virtual machines often share a serial number, and a network file system has none."""
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    here = stand_on(table, tmp_path, "259:2")
+    number = os.stat(here).st_dev
+    assert mounts.name_of(here, table, sys) == f"node7 {os.major(number)}:{os.minor(number)}"
+    put(sys / "devices", {"nvme0n1/serial": "drive-0\n"})
+    assert mounts.name_of(here, table, sys) == "node7 drive-0"
+    assert mounts.name_of(here, tmp_path / "no table", sys) == f"node7 {os.major(number)}:{os.minor(number)}"
+    with pytest.raises(FileNotFoundError):
+        mounts.name_of(str(tmp_path / "missing"), table, sys)
 
 
 def test_a_drive_that_is_far_from_the_cores(sys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
