@@ -26,11 +26,8 @@ _QUOTAS = ("quota", "usrquota", "grpquota", "prjquota", "uquota", "gquota", "pqu
 
 def findings(directory: str) -> Iterator[Finding]:
     """The findings about `directory`; the last one is "bad" if activations cannot go there."""
-    try:
-        check_directory(directory, allow_tmpfs=Config.make().allow_tmpfs)
-    except OSError as error:
-        says, _, do = without_number(error).partition("; ")
-        yield Finding("directory", says, "bad", do)
+    if found := unfit(directory, allow_tmpfs=Config.make().allow_tmpfs):
+        yield found
         return
     mount = mounts.mount_of(directory)
     drives = mounts.drives_of(mount) if mount else []
@@ -44,6 +41,16 @@ def findings(directory: str) -> Iterator[Finding]:
     yield room(os.statvfs(directory))
     yield from wear(drives)
     yield from rates(directory)
+
+
+def unfit(directory: str, *, allow_tmpfs: bool) -> Finding | None:
+    """Why activations cannot go to `directory`; None if they can."""
+    try:
+        check_directory(directory, allow_tmpfs=allow_tmpfs)
+    except OSError as error:
+        says, _, do = without_number(error).partition("; ")
+        return Finding("directory", says, "bad", do)
+    return None
 
 
 def file_system(mount: mounts.Mount) -> Finding:

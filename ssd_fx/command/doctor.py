@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from ssd_fx.command import directories, limits, software
@@ -46,7 +47,7 @@ def run(flags: argparse.Namespace) -> int:
     if not flags.json and (missing := _missing(flags.directory)):
         print(*(f"ssd-fx: {each}" for each in missing), sep="\n", file=sys.stderr)
         return 1
-    machine = _told((*software.findings(flags.directory), *limits.findings()), flags.json)
+    machine = _told(chain(software.findings(flags.directory), limits.findings()), flags.json)
     found: dict[str, list[Finding]] = {}
     for each in flags.directory:
         if not flags.json:

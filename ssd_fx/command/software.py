@@ -13,6 +13,7 @@ import torch
 import ssd_fx
 from ssd_fx import versions
 from ssd_fx.calibration import cache
+from ssd_fx.command.directories import unfit
 from ssd_fx.command.findings import Finding
 from ssd_fx.config import Config
 from ssd_fx.passes.cost.machine import described
@@ -34,6 +35,8 @@ def findings(directories: Sequence[str] = ()) -> Iterator[Finding]:
     yield _device()
     yield gpudirect(cufile.status())
     yield _options()
+    if not directories:
+        yield from filter(None, (unfit(path, allow_tmpfs=True) for path in Config.make().dirs))
     yield from _rates(directories)
 
 
@@ -135,10 +138,11 @@ def _rates(directories: Sequence[str]) -> Iterator[Finding]:
 def _disks(directories: Sequence[str], device: torch.device) -> dict[str, str]:
     """The drives that may have been measured, in words, by their key in the cache: of the directories that exist, or of
     the default ones."""
-    asked = [{"dirs": [each]} for each in directories if os.path.isdir(each)] if directories else [{}]
+    asked = [{"dirs": [each]} for each in directories] if directories else [{}]
     configs = [Config.make(options) for options in asked]
     return {
         cache.disk_key(parse(config.runtime_json()), device): f"{' '.join(config.dirs)} by engine {config.engine}"
         + ("" if config.checksums else " without checksums")
         for config in configs
+        if all(map(os.path.isdir, config.dirs))
     }

@@ -10,6 +10,7 @@ import re
 import tempfile
 import warnings
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,6 +82,29 @@ def test_a_directory_that_does_not_exist_is_all_that_it_says(
     out, err = capsys.readouterr()
     right = "the directory for activations does not exist; create it on an NVMe drive"
     assert (out, err) == ("", f"ssd-fx: {tmp_path / 'missing'}: {right}\n")
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_default_directories_that_do_not_exist(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_FX_DIRS", f"{tmp_path}:{tmp_path / 'missing'}")
+    monkeypatch.setenv("SSD_FX_ENGINE", "posix")
+    assert doctor(*words) == 1
+    said = "directory   BAD: " if not words else '"says": "'
+    assert f"{said}{tmp_path / 'missing'}: the directory for activations does not exist" in capsys.readouterr().out
+
+
+def test_findings_are_printed_as_they_come(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some take seconds, and Ctrl-C takes none of those before away."""
+
+    def found(_: object) -> Iterator[Finding]:
+        yield Finding("first", "is there")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(software, "findings", found)
+    assert doctor() == 130
+    assert capsys.readouterr().out == "first       is there\n"
 
 
 def test_how_many_are_bad() -> None:
