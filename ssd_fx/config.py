@@ -43,11 +43,7 @@ class Config(Options):
         """
         names = [*noted()]
         for variable in os.environ:
-            option = variable.removeprefix(_PREFIX).lower()
-            if variable.startswith(_PREFIX) and variable != versions.ANYWAY and option not in names:
-                raise ValueError(
-                    f"the environment has {variable}, and ssd_fx has no such option{_known(option, names)}"
-                )
+            _check_variable(variable, names)
         if not isinstance(options or {}, Mapping):
             raise ValueError(f"options={options!r} is no dictionary of options such as {{'dirs': ['/mnt/nvme']}}")
         given = dict(options or {})
@@ -69,6 +65,20 @@ class Config(Options):
         if "ranks" not in values:
             values["ranks"] = _parsed("ranks", "auto")
         return Config(**values)
+
+
+def _check_variable(variable: str, names: list[str]) -> None:
+    """Check that a variable of the environment that is called like an option is one that is read.
+
+    Raises:
+        ValueError: it begins as ours do, and there is no such option; or it is not in capitals.
+    """
+    right = variable.upper()
+    option = right.removeprefix(_PREFIX).lower()
+    if variable.startswith(_PREFIX) and variable != versions.ANYWAY and option not in names:
+        raise ValueError(f"the environment has {variable}, and ssd_fx has no such option{_known(option, names)}")
+    if right.startswith(_PREFIX) and variable != right and option in names:
+        raise ValueError(f"the environment has {variable}, which is not in capitals; right would be {right}")
 
 
 def _one_of_memory_and_budget(values: dict[str, Any], given: Mapping[str, Any]) -> None:

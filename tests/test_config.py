@@ -242,6 +242,21 @@ def test_an_unknown_variable_of_the_environment(monkeypatch: pytest.MonkeyPatch)
         Config.make()
 
 
+@pytest.mark.parametrize("variable", ["SSD_FX_Budget", "ssd_fx_budget", "SSD_FX_budget"])
+def test_a_variable_that_is_not_in_capitals(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be read by nobody."""
+    monkeypatch.setenv(variable, "0.25")
+    right = f"^the environment has {variable}, which is not in capitals; right would be SSD_FX_BUDGET$"
+    with pytest.raises(ValueError, match=right):
+        Config.make()
+
+
+def test_a_variable_of_somebody_else_in_small_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is called like an option can be meant as one."""
+    monkeypatch.setenv("ssd_fx_scratch", "/mnt")
+    Config.make()
+
+
 @pytest.mark.parametrize(
     ("said", "right"),
     [
