@@ -147,7 +147,7 @@ def _parse_compression(name: str, value: object) -> tuple[tuple[str, str], ...]:
         given = codecs if len(codecs) == len(parts) else value  # no mapping, so an error: a tier is named twice
     if given in (None, False):
         given = {}
-    if not isinstance(given, Mapping) or not all(t in TIERS and c in CODECS for t, c in given.items()):
+    if not isinstance(given, Mapping) or not all(t in TIERS and c in list(CODECS) for t, c in given.items()):
         raise ValueError(
             f"option {name}={value!r} is no compression; right would be one of {', '.join(map(repr, CODECS))}, or one "
             f"for each tier such as 'host=bitpack,ssd=fp8' (tiers: {', '.join(sorted(TIERS))})"
@@ -222,6 +222,9 @@ def _parse_policy(name: str, value: object) -> Policy | None:
             f"option {name}={value!r} is no function; right would be one that takes an ssd_fx.SavedTensor, or its "
             "place such as 'package.module:function'"
         )
+    if isinstance(function, type):
+        of = function.__qualname__
+        raise ValueError(f"option {name}={value!r} is a class; right would be an object of it, such as {of}(...)")
     return Policy.of(function)
 
 

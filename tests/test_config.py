@@ -220,7 +220,7 @@ def test_a_codec_per_tier() -> None:
     assert json.loads(config.runtime_json())["compression"] == {"host": "bitpack", "ssd": "int8"}
 
 
-@pytest.mark.parametrize("said", ["zip", "tape=fp8", "fp8,int8", "ssd=fp8,int8", {"ssd": "zip"}, 7])
+@pytest.mark.parametrize("said", ["zip", "tape=fp8", "fp8,int8", "ssd=fp8,int8", {"ssd": "zip"}, {"ssd": ["fp8"]}, 7])
 def test_what_is_no_compression(said: object) -> None:
     with pytest.raises(ValueError, match="is no compression; right would be one of 'bitpack', 'fp8', 'int8', or one"):
         Config.make({"compression": said})

@@ -202,6 +202,14 @@ class Versioned:
         return "large", self.least
 
 
+@pytest.mark.parametrize("said", [Versioned, "tests.test_policy:Versioned"])
+def test_a_class_is_no_policy(said: object) -> None:
+    """An object of it was meant, and its methods need one."""
+    right = r"option policy=.*Versioned.* is a class; right would be an object of it, such as Versioned\(\.\.\.\)$"
+    with pytest.raises(ValueError, match=right):
+        Config.make({"policy": said})
+
+
 def test_what_caches_know_a_policy_by() -> None:
     def other(saved: SavedTensor) -> None:
         return
