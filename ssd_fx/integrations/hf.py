@@ -9,6 +9,7 @@ trainer.add_callback(SsdFxCallback(trainer))
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from typing import Any
 
@@ -25,8 +26,17 @@ def loss_only(model: nn.Module) -> None:
     what the model returns in evaluation, stays as it is. `del model.forward` undoes it.
 
     A forward hook would do the same, but Dynamo leaves those of the outermost module outside of the graph.
+
+    Raises:
+        ValueError: `model.forward` is no method, because somebody has put something else in its place.
     """
     bound: Any = model.forward
+    if not inspect.ismethod(bound):
+        raise ValueError(
+            f"forward of {type(model).__name__} is a {type(bound).__name__}, and loss_only needs a method; right would "
+            "be a model as its class made it: load it without device_map, or call "
+            "accelerate.hooks.remove_hook_from_module(model) first"
+        )
     inner = bound.__func__  # bound again below, so that a copy of the model calls its own
 
     @functools.wraps(inner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,17 @@ def test_a_copy_calls_its_own_parameters() -> None:
     with torch.no_grad():
         copied.lm_head.weight.zero_()
     assert copied(input_ids=texts(), labels=texts()).loss != model(input_ids=texts(), labels=texts()).loss
+
+
+def test_a_forward_that_a_hook_has_replaced() -> None:
+    """As accelerate's hooks do, which from_pretrained(device_map=...) adds."""
+    from ssd_fx.integrations.hf import loss_only
+
+    model = llama()
+    model.forward = functools.partial(model.forward)
+    right = r"forward of LlamaForCausalLM is a partial.*; right would be .*accelerate\.hooks\.remove_hook_from_module"
+    with pytest.raises(ValueError, match=right):
+        loss_only(model)
 
 
 @pytest.mark.slow
