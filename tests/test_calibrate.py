@@ -389,16 +389,53 @@ def test_rates_hold_where_others_use_three_quarters_of_the_cores(monkeypatch: py
 
 
 def test_the_command_that_cannot_measure(calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It does not recommend itself, and says what became of the stored rates."""
+    """It does not recommend itself, and prints no typical rates as if they had been measured."""
     calls.rates["kernel_s"] = 0.0144
     assert cli.main(["calibrate", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     why = "how fast this machine computes (the smallest kernel took 0.0144 s, as with more threads than cores)"
     assert err == f"ssd-fx: not measured: {why}\n"
     assert "ssd-fx calibrate" not in out
-    assert out.splitlines()[-1].endswith(
-        "compute above are typical ones. The stored rates of compute were left as they were."
-    )
+    assert "drives, write" in out
+    assert "products" not in out
+    measured, missed = out.splitlines()[-2:]
+    assert re.fullmatch(rf"disk measured in [\d.]+ s; kept in {cache.path()}", measured)
+    assert missed == "compute not measured, and no rates of it are kept, so plans take typical ones"
+
+
+def test_the_command_leaves_what_it_cannot_measure_again(
+    calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["calibrate", str(tmp_path)]) == 0
+    calls.rates["kernel_s"] = 0.0144
+    assert cli.main(["calibrate", str(tmp_path)]) == 1
+    missed = capsys.readouterr().out.splitlines()[-1]
+    assert missed == f"compute not measured; its rates of before stay in {cache.path()}"
+    assert kept() == ["compute", "disk"]
+
+
+def test_the_command_measures_nothing(calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls.rates["kernel_s"] = 0.0144
+    calls.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert cli.main(["calibrate", str(tmp_path)]) == 1
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["compute", "disk"]
+    assert cli.main(["calibrate", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rates"], found["unmeasured"], found["kept"]) == ({}, ["compute", "disk"], False)
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_the_command_cannot_keep_what_it_measures(
+    words: list[str], calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cannot_be_locked()
+    assert cli.main(["calibrate", str(tmp_path), *words]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("ssd-fx: ssd_fx cannot keep the machine's rates (")
+    if words:
+        assert json.loads(out)["kept"] is False
+    else:
+        assert out.endswith(" s; not kept\n")
 
 
 def test_one_process_of_a_node_says_what_could_not_be_measured(

@@ -32,6 +32,10 @@ _VERSION = 9  # rises when something is measured otherwise, so that figures of b
 _TRIED_S = 600.0  # what could not be measured is not tried again for so long, by any process
 
 
+class NotKept(RuntimeWarning):
+    """What was measured is in no file, so other processes measure it again."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """The rates of a key, as `Machine.with_rates` takes them; or none, and when and why they could not be measured."""
@@ -81,7 +85,7 @@ def read() -> dict[str, Entry]:
 def exclusive() -> Iterator[dict[str, Entry]]:
     """The entries, locked against other processes. What the caller adds is written at the end.
 
-    Empty, after a RuntimeWarning, where nothing can be kept.
+    Empty, after a `NotKept`, where nothing can be kept. The same warning comes where the end cannot be written.
     """
     with ExitStack() as turn:
         file = None
@@ -167,4 +171,4 @@ def _in_turn(file: Path, flags: int) -> Iterator[None]:
 
 def _warn_unkept(error: OSError) -> None:
     text = f"ssd_fx cannot keep the machine's rates ({error}), and measures them in every process"
-    warnings.warn(text, RuntimeWarning, stacklevel=2)
+    warnings.warn(text, NotKept, stacklevel=2)

@@ -79,6 +79,20 @@ def unmeasured(config: Options, device: torch.device) -> list[str]:
     return [section for section, key in _keys(config, device).items() if key in _known and not _known[key].rates]
 
 
+def known_rates(config: Options, device: torch.device) -> dict[str, Mapping[str, object]]:
+    """The rates by section that this process has measured, or read from the cache; no typical ones."""
+    keys = _keys(config, device)
+    return {section: _known[key].rates for section, key in keys.items() if key in _known and _known[key].rates}
+
+
+def stored(config: Options, device: torch.device) -> list[str]:
+    """The sections that the cache has rates of; none if it is of no use."""
+    with suppress(OSError, ValueError):
+        kept = cache.read()
+        return [section for section, key in _keys(config, device).items() if key in kept and kept[key].rates]
+    return []
+
+
 def _keys(config: Options, device: torch.device) -> dict[str, str]:
     """The key of this machine in every section."""
     return {"compute": cache.compute_key(device), "disk": cache.disk_key(config, device)}

@@ -16,7 +16,7 @@ from ssd_fx.backend import check_options
 from ssd_fx.calibration import cache, calibrate
 from ssd_fx.calibration.timing import wait_until_idle
 from ssd_fx.options import Options
-from ssd_fx.passes.cost.machine import Machine, described
+from ssd_fx.passes.cost.machine import described
 from ssd_fx.refusal import refusing
 from ssd_fx.runtime.config import parse
 
@@ -24,7 +24,7 @@ _EXAMPLES = """examples:
   ssd-fx calibrate /mnt/nvme            best when nothing else uses the cores
   ssd-fx calibrate /mnt/nvme --wait     first wait until that is so
 
-exit status: 0 measured and kept; 1 not measured, as on a full drive; 2 wrong words.
+exit status: 0 measured and kept; 1 not measured, as on a full drive, or not kept; 2 wrong words.
 """
 
 
@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Measure and print the rates. The exit status is 1 if they are not those of this machine."""
+    """Measure and print the rates. The exit status is 1 if some were not measured, or could not be kept."""
     with refusing(1):
         kept_in = cache.path()
         config = parse(check_options({"dirs": [flags.directory]}).runtime_json())
@@ -53,28 +53,37 @@ def run(flags: argparse.Namespace) -> int:
         print("waiting until other processes leave the cores idle", file=sys.stderr, flush=True)
         wait_until_idle()
     started = time.perf_counter()
-    rates = _measured(config, device).rates()
-    missed = calibrate.unmeasured(config, device)
+    could_keep = _measure(config, device)
+    took_s = time.perf_counter() - started
+    found, missed = calibrate.known_rates(config, device), calibrate.unmeasured(config, device)
+    rates = {name: rate for section in found.values() for name, rate in section.items()}
+    kept = could_keep and bool(rates)
+    status = 0 if kept and not missed else 1
     if flags.json:
-        print(json.dumps({"rates": dict(rates), "unmeasured": missed, "cache": str(kept_in)}, indent=1))
-        return 1 if missed else 0
-    print(*described(rates), sep="\n")
-    took = f"measured in {time.perf_counter() - started:.1f} s"
-    if not missed:
-        print(f"{took}; kept in {kept_in}")
-        return 0
-    names = " and ".join(missed)
-    print(f"{took}; the rates of {names} above are typical ones. The stored rates of {names} were left as they were.")
-    return 1
+        print(json.dumps({"rates": rates, "unmeasured": missed, "cache": str(kept_in), "kept": kept}, indent=1))
+        return status
+    if rates:
+        print(*described(rates), sep="\n")
+        print(f"{' and '.join(found)} measured in {took_s:.1f} s; {f'kept in {kept_in}' if kept else 'not kept'}")
+    stored = calibrate.stored(config, device)
+    for section in missed:
+        if section in stored:
+            print(f"{section} not measured; its rates of before stay in {kept_in}")
+        else:
+            print(f"{section} not measured, and no rates of it are kept, so plans take typical ones")
+    return status
 
 
-def _measured(config: Options, device: torch.device) -> Machine:
-    """Measure the rates. Print why some are typical ones, without the warning's advice: it is to run this command."""
+def _measure(config: Options, device: torch.device) -> bool:
+    """Measure the rates, and return whether they can be kept.
+
+    Print why some could not be measured, without the warning's advice: it is to run this command.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
-        machine = calibrate.calibrated(config, device, again=True)
-    for warning in caught:
-        said = warning.message
+        calibrate.calibrated(config, device, again=True)
+    found = [warning.message for warning in caught]
+    for said in found:
         reason = f"not measured: {said.reason}" if isinstance(said, calibrate.NotMeasured) else str(said)
         print(f"ssd-fx: {reason}", file=sys.stderr)
-    return machine
+    return not any(isinstance(said, cache.NotKept) for said in found)
