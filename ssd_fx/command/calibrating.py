@@ -23,6 +23,7 @@ from ssd_fx.runtime.config import parse
 _EXAMPLES = """examples:
   ssd-fx calibrate /mnt/nvme            best when nothing else uses the cores
   ssd-fx calibrate /mnt/nvme --wait     first wait until that is so
+  ssd-fx calibrate /mnt/a /mnt/b        two drives that are striped
 
 exit status: 0 measured and kept; 1 not measured, as on a full drive, or not kept; 2 wrong words.
 """
@@ -32,12 +33,13 @@ def add(commands: Any) -> None:
     """Add the command to `commands`, argparse's sub-parsers."""
     parser = commands.add_parser(
         "calibrate",
-        help="measure the machine and a directory for the planner",
+        help="measure the machine and directories for the planner",
         description="Measure the rates that plans are made for, and keep them in the cache directory.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", type=os.path.expanduser)
+    said = "where activations would go; several are measured together, as the stripe that they are with the option dirs"
+    parser.add_argument("directory", nargs="+", type=os.path.expanduser, help=said)
     parser.add_argument("--wait", action="store_true", help="first wait until other processes leave the cores idle")
     parser.add_argument("--json", action="store_true", help="print the rates as JSON, in bytes, seconds and flops")
     parser.set_defaults(run=run)
@@ -47,7 +49,7 @@ def run(flags: argparse.Namespace) -> int:
     """Measure and print the rates. The exit status is 1 if some were not measured, or could not be kept."""
     with refusing(1):
         kept_in = cache.path()
-        config = parse(check_options({"dirs": [flags.directory]}).runtime_json())
+        config = parse(check_options({"dirs": flags.directory}).runtime_json())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if flags.wait:
         print("waiting until other processes leave the cores idle", file=sys.stderr, flush=True)

@@ -108,8 +108,9 @@ def _options() -> Finding:
 def _rates(directories: Sequence[str]) -> Iterator[Finding]:
     """The rates that plans are made for here and now: measured earlier, or else typical ones.
 
-    The drives are those of `directories`, or of the default ones. Measurements of other directories, or with other
-    threads, versions of torch or options, are only counted.
+    The drives are those of `directories`, each alone and all together as a stripe, or the stripe of the default ones.
+    Measurements of other directories, or with other threads, versions of torch or options, are only counted. Several
+    directories are taken for those of one stripe, so it is the stripe that should have been measured.
     """
     known: dict[str, Mapping[str, object]] = {}
     try:
@@ -117,9 +118,9 @@ def _rates(directories: Sequence[str]) -> Iterator[Finding]:
     except (OSError, ValueError) as error:
         yield Finding("rates", f"{cache.path()} is of no use ({error})", "warn")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    compute, drives = cache.compute_key(device), _disks(directories, device)
-    threads = torch.get_num_threads()
-    here = {compute: f"{threads} thread{'' if threads == 1 else 's'}, torch {torch.__version__}"} | drives
+    compute, threads = cache.compute_key(device), torch.get_num_threads()
+    drives = _disks(directories, device)
+    here = {compute: f"{threads} thread{'' if threads == 1 else 's'}, torch {torch.__version__}"} | dict(drives)
     for key in [key for key in here if key in known]:
         lines = "".join(f"\n{'':12}{line}" for line in described(known[key]))
         yield Finding(key.partition(" ")[0], f"{here[key]}{lines}", figures=known[key])
@@ -128,21 +129,26 @@ def _rates(directories: Sequence[str]) -> Iterator[Finding]:
         says = f"{others} more are kept, of other directories, threads, options or versions: {cache.path()}"
         yield Finding("rates", says, figures={"others": others})
     of = [] if compute in known else [f"compute ({here[compute]})"]
-    of += [] if known.keys() >= drives.keys() else ["drives"]
+    of += [words for key, words in drives[-1:] if key not in known]
     if of and Config.make().machine == "auto":
         says = f"those of {' and '.join(of)} are typical ones, not measured on this machine"
-        right = "`ssd-fx calibrate DIR` measures them, best when nothing else runs; the first compilation tries to"
+        right = "`ssd-fx calibrate DIR...` measures them, best when nothing else runs; the first compilation tries to"
         yield Finding("rates", says, "warn", right)
 
 
-def _disks(directories: Sequence[str], device: torch.device) -> dict[str, str]:
-    """The drives that may have been measured, in words, by their key in the cache: of the directories that exist, or of
-    the default ones."""
-    asked = [{"dirs": [each]} for each in directories] if directories else [{}]
-    configs = [Config.make(options) for options in asked]
-    return {
-        cache.disk_key(parse(config.runtime_json()), device): f"{' '.join(config.dirs)} by engine {config.engine}"
-        + ("" if config.checksums else " without checksums")
+def _disks(directories: Sequence[str], device: torch.device) -> list[tuple[str, str]]:
+    """The drives that may have been measured: their key in the cache, and words for it. The last ones are the stripe.
+
+    They are those of the directories that exist. The default ones are a stripe; none if one of them does not exist.
+    """
+    there = [each for each in directories if os.path.isdir(each)]
+    asked: list[dict[str, object]] = [{"dirs": dirs} for dirs in (*([each] for each in there), there) if dirs]
+    configs = [Config.make(options) for options in (asked if directories else [{}])]
+    return [
+        (
+            cache.disk_key(parse(config.runtime_json()), device),
+            f"{' '.join(config.dirs)} by engine {config.engine}" + ("" if config.checksums else " without checksums"),
+        )
         for config in configs
         if all(map(os.path.isdir, config.dirs))
-    }
+    ]

@@ -15,6 +15,7 @@ import pytest
 import ssd_fx
 from ssd_fx import cli
 from ssd_fx.calibration.cache import Entry
+from ssd_fx.options import Options
 from ssd_fx.runtime.engines import gds, preflight
 
 NAMES = ("doctor", "calibrate", "fit")
@@ -122,6 +123,19 @@ def test_rates_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert cli.main(["calibrate", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["rates"]["flops"], found["unmeasured"]) == (2e11, [])
+
+
+def test_directories_that_are_striped_are_measured_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stripe has rates of its own, and plans look for those of all its drives."""
+    asked: list[Options] = []
+    calibrate = cli.calibrating.calibrate
+    monkeypatch.setattr(calibrate, "_learn", lambda config, device, *_: (asked.append(config), known(config, device)))
+    monkeypatch.setattr(calibrate, "_known", {})
+    both = [str(tmp_path / name) for name in "ab"]
+    for path in both:
+        os.mkdir(path)
+    assert cli.main(["calibrate", *both]) == 0
+    assert [list(config.dirs) for config in asked] == [both]
 
 
 def known(config: object, device: object) -> None:

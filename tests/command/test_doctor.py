@@ -128,9 +128,29 @@ def test_rates_that_were_never_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert max(map(len, str(measured).splitlines())) <= 120
     assert missing.status == "warn"
     assert re.match(r"those of compute \(\d+ threads?, torch .+\) are typical ones", missing.says)
-    assert missing.do.startswith("`ssd-fx calibrate DIR` measures them")
+    assert missing.do.startswith("`ssd-fx calibrate DIR...` measures them")
     monkeypatch.setenv("SSD_FX_MACHINE", "default")
     assert [each.subject for each in software._rates(here)] == ["disk"]
+
+
+def test_rates_of_a_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several directories are taken for one stripe, whose rates are not those of each drive."""
+    both = [str(tmp_path / name) for name in "ab"]
+    for path in both:
+        os.mkdir(path)
+    monkeypatch.setattr(mounts, "name_of", lambda path: path)
+    monkeypatch.setenv("SSD_FX_ENGINE", "posix")
+    cpu = torch.device("cpu")
+    compute = {cache.compute_key(cpu): Entry({"flops": 2e11})}
+    keys = [cache.disk_key(Options(dirs=dirs, engine="posix"), cpu) for dirs in ((both[0],), (both[1],), tuple(both))]
+    alone, other, stripe = ({key: Entry({"write_bw": 1.5e9})} for key in keys)
+    monkeypatch.setenv("SSD_FX_MACHINE", "auto")
+    monkeypatch.setattr(cache, "read", lambda: compute | stripe)
+    assert [each.status for each in software._rates(both)] == ["ok", "ok"]
+    monkeypatch.setattr(cache, "read", lambda: compute | alone | other)
+    *_, missing = software._rates(both)
+    assert missing.says.startswith(f"those of {both[0]} {both[1]} by engine posix are typical ones")
+    assert missing.do.startswith("`ssd-fx calibrate DIR...` measures them")
 
 
 def test_rates_of_other_machines_and_directories_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
