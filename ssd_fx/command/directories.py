@@ -87,7 +87,8 @@ def room(status: os.statvfs_result) -> Finding:
     figures = {"usable_bytes": free, "file_system_bytes": status.f_blocks * status.f_frsize}
     says = f"{format_bytes(free)} may be used; 1 GiB or 5% of the file system stay free"
     if free < _LITTLE_ROOM:
-        return Finding("room", says, "warn", "make room, or name more directories; what does not fit stays in memory")
+        right = "make room, or name more directories; what does not fit stays in memory"
+        return Finding("room", says, "warn", right, figures)
     return Finding("room", says, figures=figures)
 
 

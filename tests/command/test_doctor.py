@@ -330,6 +330,7 @@ def test_room(free_gib: float, status: str, says: str) -> None:
     found = directories.room(os.statvfs_result((block, block, 2**26, free, free, 0, 0, 0, 0, 255)))
     assert found.status == status
     assert found.says.startswith(says)
+    assert found.figures["usable_bytes"] == free * block - 2**30
 
 
 DRIVE = mounts.Drive("nvme0n1", "Fast 1TB", controller="nvme0")
