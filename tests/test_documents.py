@@ -42,6 +42,13 @@ def test_the_page_has_every_option_in_its_order() -> None:
     assert sections == [field.name for field in fields(Config)]
 
 
+def test_the_page_of_the_report_names_files_and_classes_that_are_there() -> None:
+    _, _, text = (ROOT / "docs" / "report.md").read_text().partition("## How it is made")
+    files, classes = (set(re.findall(pattern, text)) for pattern in (r"`(\w+\.py)`", r"`([A-Z]\w+)`"))
+    assert files - {path.name for path in (ROOT / "ssd_fx" / "report").iterdir()} == set()
+    assert classes - {name for path in SOURCES for name in re.findall(r"^class (\w+)", path.read_text(), re.M)} == set()
+
+
 @pytest.fixture
 def excerpts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     if not torch.__version__.startswith("2.13."):
