@@ -30,11 +30,23 @@ from ssd_fx.sizes import parse_budget
 from ssd_fx.survey import Look, TrainingStep
 
 USAGE = "ssd-fx explain script.py [--budget 0.5] [-o report.html] [--json] [-- the script's own arguments]"
+_EXAMPLES = """examples:
+  ssd-fx explain train.py -o report.html
+  ssd-fx explain train.py --budget 0.5 -- --epochs 1
+
+exit status: 0 fine; 1 the script cannot be planned, or the page cannot be written; 2 wrong words.
+"""
 
 
 def add(commands: Any) -> None:
     """Add the command to `commands`, argparse's sub-parsers."""
-    parser = commands.add_parser("explain", usage=USAGE, help="the report of a training script, before it trains")
+    parser = commands.add_parser(
+        "explain",
+        usage=USAGE,
+        help="the report of a training script, before it trains",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_script(parser)
     parser.add_argument("--budget", help="another budget than the script's: a share, a size or auto")
     add_output(parser)

@@ -17,10 +17,22 @@ from ssd_fx.report.timeline import measured
 from ssd_fx.runtime import chrome
 from ssd_fx.runtime.errors import first_line
 
+_EXAMPLES = """examples:
+  ssd-fx report trace.json
+  ssd-fx report trace.json -o report.html
+
+exit status: 0 fine; 1 the trace cannot be used, or the page cannot be written; 2 wrong words.
+"""
+
 
 def add(commands: Any) -> None:
     """Add the command to `commands`, argparse's sub-parsers."""
-    parser = commands.add_parser("report", help="what a run did, from the trace that ssd_fx.export_trace wrote")
+    parser = commands.add_parser(
+        "report",
+        help="what a run did, from the trace that ssd_fx.export_trace wrote",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("trace", type=os.path.expanduser, help="the file")
     add_output(parser)
     parser.set_defaults(run=run)

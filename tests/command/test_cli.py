@@ -18,7 +18,7 @@ from ssd_fx.calibration.cache import Entry
 from ssd_fx.options import Options
 from ssd_fx.runtime.engines import gds, preflight
 
-NAMES = ("doctor", "calibrate", "fit")
+NAMES = ("doctor", "calibrate", "fit", "explain", "report")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
