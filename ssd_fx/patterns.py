@@ -25,6 +25,7 @@ from ssd_fx import traced
 from ssd_fx.compat import OptimizedModule
 from ssd_fx.passes.joint.modules import enclosing, matches
 
+_MOST = 8  # names of modules in a message
 # Patterns that named a module while a model was in reach. A later graph of the same code may reach that model, and not
 # the model that has the named module.
 _matched: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
@@ -82,10 +83,10 @@ def _overlap(a: nn.Module, b: nn.Module) -> bool:
     return any(m is b for m in a.modules()) or any(m is a for m in b.modules())
 
 
-def _listed(names: Iterable[str], most: int = 8) -> str:
+def _listed(names: Iterable[str]) -> str:
     known = sorted((name for name in names if name), key=lambda name: (name.count("."), name))
-    more = f" and {len(known) - most} more" if len(known) > most else ""
-    return ", ".join(map(repr, known[:most])) + more
+    more = f" and {len(known) - _MOST} more" if len(known) > _MOST else ""
+    return ", ".join(map(repr, known[:_MOST])) + more
 
 
 def _no_match(pattern: str, names: set[str]) -> str:
