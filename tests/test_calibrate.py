@@ -737,6 +737,13 @@ def test_a_clock_that_stands_still_ends_the_measurement(monkeypatch: pytest.Monk
     assert 1 < launched < 1e6
 
 
+def test_how_long_was_waited_for_a_clock_where_others_use_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_BUSY_S", 0.1)
+    monkeypatch.setattr(timing.time, "process_time", lambda: 1.0)
+    with pytest.raises(timing.NoClock, match=r"runs took 0\.1 s on the host"):
+        timing.Clock(CPU, idle=1).typical(lambda: None)
+
+
 def test_measuring_is_on_the_device_that_is_measured(
     calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ _MOST_S = 0.2
 _PATIENCE_S = 20.0  # of the host, which may have to launch a thousand runs of a short kernel
 _BUSY_S = 1.0  # the same where others use the cores
 _OTHERS = 0.15  # if other processes use this share of the cores or more, CPU time counts
+_QUIET = 3  # seconds in a row that others must leave the cores idle
 _LOOK_S = 0.3  # the least time to look at other processes: the kernel counts in 10 ms
 
 
@@ -65,10 +66,10 @@ def left_by(share: float) -> int | None:
     return None if share < _OTHERS else max(1, int((1 - share) * len(os.sched_getaffinity(0))))
 
 
-def wait_until_idle(quiet: int = 3) -> None:
-    """Return when other processes have used little of the cores for `quiet` seconds in a row."""
+def wait_until_idle() -> None:
+    """Return when other processes have used little of the cores for some seconds in a row."""
     in_a_row = 0
-    while in_a_row < quiet:
+    while in_a_row < _QUIET:
         others = Others()
         time.sleep(1.0)
         in_a_row = in_a_row + 1 if left_by(others.share()) is None else 0
@@ -131,16 +132,17 @@ class Clock:
         Raises:
             NoClock: the runs take no time by the device's events, so their sum would never be enough.
         """
+        patience_s = _PATIENCE_S if self.idle is None else _BUSY_S
         started = time.perf_counter()
         self.once(work)
         runs = [self.once(work)]
         while sum(runs) < _ENOUGH_S or (len(runs) < _REPEATS and sum(runs) < _MOST_S):
-            if time.perf_counter() - started > (_PATIENCE_S if self.idle is None else _BUSY_S):
+            if time.perf_counter() - started > patience_s:
                 break
             runs.append(self.once(work))
         typical = statistics.median(runs)
         if not typical > 0.0:
             raise NoClock(
-                f"{len(runs)} runs took {_PATIENCE_S} s on the host and no time by the events of {self.device}"
+                f"{len(runs)} runs took {patience_s} s on the host and no time by the events of {self.device}"
             )
         return typical
