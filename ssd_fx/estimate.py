@@ -29,7 +29,7 @@ from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.plan import Keep, Plan, replay_of
 from ssd_fx.passes.proposals import cut, decide_for_all
 from ssd_fx.report.budgets import MEMORY, Estimate, Prediction
-from ssd_fx.report.figures import highest
+from ssd_fx.report.figures import highest, still_leaving
 from ssd_fx.report.limit import Before, Optimizers, Parts, optimizers_of, parts
 from ssd_fx.report.model import WITHIN
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
@@ -258,15 +258,16 @@ def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, 
     """The row of the option `memory`, made of the plans for budget 0; nothing if not even those fit.
 
     `there`: bytes that live before the step. `room`: what the limit leaves above them. Tensors that fill what the plans
-    leave of the room stay in memory and are not written. The cost of transfers falls in proportion.
+    leave of the room stay in memory and are not written. Where all have room, none is. The cost of transfers falls in
+    proportion.
     """
     found, row = [replay_of(plan) for plan in lowest], _prediction(MEMORY, lowest, there)
     everything = highest([each.step.everything for each in found], [plan.saved_bytes for plan in lowest])
-    stays = min(room, max(everything, row.peak_bytes)) - row.peak_bytes
+    most = max(everything, row.peak_bytes)
+    stays = min(room, most) - row.peak_bytes
     if stays < 0:
         return ()
-    written = max(0, row.written_bytes - stays)
-    share = written / row.written_bytes if row.written_bytes else 0.0
+    share = _leaving(lowest, stays) if room < most else 0.0
     saved = (1 - share) * (row.stall_s + math.fsum(each.transfer_s for each in found))
     peak = row.peak_bytes + stays
     return (
@@ -276,10 +277,17 @@ def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, 
             memory_bytes=peak + there,
             step_s=row.step_s - saved,
             stall_s=share * row.stall_s,
-            written_bytes=written,
+            written_bytes=round(share * sum(each.written for each in found)),
             limit_bytes=room,
         ),
     )
+
+
+def _leaving(plans: Sequence[Plan], stays: int) -> float:
+    """`still_leaving` of what the plans offload, if `stays` bytes stay beside what `Limits` lets stay."""
+    limits = plans[-1].limits
+    moved = sum(int(g.nbytes) for plan in plans for g in plan.offloaded if not plan.schedule[g.slot].is_later)
+    return still_leaving(moved, limits.shared + limits.resident + stays)
 
 
 def called_with(inputs: object) -> tuple[Any, Any]:
@@ -328,7 +336,7 @@ def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Predictio
         step_s=math.fsum(each.seconds for each in found),
         compute_s=math.fsum(each.compute_s for each in found),
         stall_s=math.fsum(each.write_stall_s + each.read_stall_s for each in found),
-        written_bytes=max(sum(each.written for each in found) - last.shared - last.resident, 0),
+        written_bytes=round(_leaving(plans, 0) * sum(each.written for each in found)),
         floor_bytes=highest([each.step.floor for each in found], map(_must_stay, plans)),
         limit_bytes=limit,
     )

@@ -101,6 +101,16 @@ def test_a_budget_in_bytes_is_what_stays_beside_the_plan() -> None:
     assert (more.written_bytes, more.peak_bytes) == (0, all_.peak_bytes)
 
 
+def test_what_stays_is_not_subtracted_from_compressed_bytes() -> None:
+    """A budget in bytes counts tensors as they are in memory. So compressed bytes fall by the same share as others."""
+    shares = []
+    for codec in ("", "fp8"):
+        little, much = estimated(*perceptron(), ["1KiB", "512KiB"], compression=codec).predictions
+        shares.append(much.written_bytes / little.written_bytes)
+    assert 0.5 < shares[0] < 0.9
+    assert shares[1] == pytest.approx(shares[0], abs=0.01)
+
+
 def test_a_model_without_data_is_estimated_like_one_with() -> None:
     real = estimated(GPT(SMALL), batch(), [0, 0.5])
     with FakeTensorMode():
@@ -337,9 +347,21 @@ def test_a_limit_of_memory_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.written_bytes == within.predictions[0].written_bytes - (limit - least)
         assert row.step_s < within.predictions[0].step_s
         assert within.verdict.startswith(f"take memory={format_bytes(limit)}: ")
+    half = within.predictions[-1].written_bytes / within.predictions[0].written_bytes
+    lossy = ssd_fx.estimate(model, x, budgets=[0], options=TOY | {"compression": "fp8"}, memory=limit, rivals=False)
+    assert lossy.predictions[-1].written_bytes / lossy.predictions[0].written_bytes == pytest.approx(half, abs=0.01)
     small = ssd_fx.estimate(model, x, budgets=[0, 1.0], options=TOY, memory=least - 1024, rivals=False)
     assert len(small.predictions) == 2
     assert re.search(r", 1024 B more; .* the largest tensor at its peak is \w+ \(.*1 MiB\)\n", small.verdict)
+
+
+def test_a_limit_above_all_writes_nothing() -> None:
+    """The lowest peak is of one moment, so what everything takes above it is less than all that is offloaded."""
+    model, x = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(64, 64), nn.Sigmoid()))), torch.randn(256, 64)
+    options = {"machine": {"flops": 1e9, "memory_bw": 1e9, "write_bw": 3e6, "read_bw": 3e6}}
+    found = ssd_fx.estimate(model, x, budgets=[1.0], options=TOY | options, memory="8GiB", rivals=False)
+    all_, row = found.predictions
+    assert (row.written_bytes, row.stall_s, row.peak_bytes) == (0, 0, all_.peak_bytes)
 
 
 def test_one_budget_and_one_optimizer_need_no_list() -> None:

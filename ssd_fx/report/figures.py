@@ -92,7 +92,7 @@ def figures(known: Facts) -> Figures:
         transfer_s=predicted("transfer_s"),
         write_stall_s=predicted("write_stall_s"),
         read_stall_s=predicted("read_stall_s"),
-        written_bytes=int(max(0, predicted("written_bytes") - rest)),
+        written_bytes=round(still_leaving(offloaded - sum(map(_rests, parts)), rest) * predicted("written_bytes")),
         **measured,
     )
 
@@ -103,6 +103,14 @@ def highest(peaks: Iterable[int], stays: Iterable[int]) -> int:
     return max((level + peak for level, peak in zip(levels, peaks, strict=False)), default=0)
 
 
+def still_leaving(nbytes: int, stays: int) -> float:
+    """The share of `nbytes`, which are to be written, that still leaves if `stays` of them stay in memory.
+
+    Both count tensors as they are in memory. Compression makes what is written less, in the same proportion.
+    """
+    return max(0, nbytes - stays) / nbytes if nbytes else 0.0
+
+
 def _must_stay(part: GraphReport) -> int:
     """Bytes that a forward leaves in memory under any budget, until its backward begins."""
     kept = [row for row in part.rows if row.decision == "keep" and row.slot >= 0]
@@ -110,7 +118,7 @@ def _must_stay(part: GraphReport) -> int:
 
 
 def _rests(part: GraphReport) -> int:
-    """Bytes of the last graph that would be written only if another forward began. Its backward comes first.
+    """Bytes that are written only if another forward begins, and the backward of the last graph comes first.
 
     They take room of the budget.
     """

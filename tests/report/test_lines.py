@@ -161,6 +161,14 @@ def test_what_a_budget_in_bytes_leaves_in_memory_is_not_offloaded() -> None:
     assert dict(lines(found))["plan"] == "2 of 2 groups (120 MiB) are offloaded"
 
 
+def test_what_may_stay_is_a_share_of_what_would_be_written() -> None:
+    """25 of 100 MiB may stay. The written bytes are fewer, by compression; what no write is planned for is no part."""
+    rests = {name: span for name, span in TIMES.items() if name not in ("write", "read")}
+    groups = [group(0, 100 * MIB, times=TIMES), group(1, 50 * MIB, times=rests)]
+    plan = graph("a", groups, 25 * MIB, shared_budget_bytes=25 * MIB, written_bytes=20 * MIB)
+    assert figures(made([plan], ["a"])).written_bytes == 15 * MIB
+
+
 def test_what_a_limit_of_memory_has_come_to() -> None:
     """Before all else; nothing is said without one, and before a step has ended."""
     plan = graph("a", [group(0, 100 * MIB, times=TIMES)], 0)
