@@ -93,14 +93,16 @@ def of_call(
     batch: int | None,
     optimizers: Sequence[torch.optim.Optimizer] | None,
     others: int = 0,
+    note: str = "",
 ) -> Estimate:
-    """The table of a step that is one call of a model. `optimizers`, `others`: as in `Asked.table`."""
+    """The table of a step that is one call of a model. `optimizers`, `others`: as in `Asked.table`. `note`: how the
+    step ended."""
     model, given = fake.off_meta(uncompiled(call.model), (call.args, call.kwargs))
     if batch is not None:
         given = fake.with_batch(given, batch)
     call = replace(call, model=model, args=given[0], kwargs=given[1])
     found = call.found(asked.look)
-    step = TrainingStep([replace(call, runs=(found,))], {model: None})
+    step = TrainingStep([replace(call, runs=(found,))], call.models, note=note)
     return asked.table(step, found.parts.input_bytes, optimizers, others)
 
 

@@ -104,7 +104,7 @@ def _of_batch(step: TrainingStep, batch: int, asked: Asked) -> Estimate:
             "would be another batch size in the script"
         )
     (call,) = step.calls
-    return of_call(call, asked, batch, step.optimizers or None, step.other_bytes)
+    return of_call(call, asked, batch, step.optimizers or None, step.other_bytes, step.note)
 
 
 def _elsewhere(flags: argparse.Namespace) -> Hardware | None:

@@ -172,8 +172,7 @@ class _Script:
             self._calls, runs, self._runs = False, tuple(self._runs), []
             if runs:
                 self.step.calls.append(self._known.setdefault(tuple(map(id, runs)), replace(call, runs=runs)))
-                passed = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, nn.Module)]
-                self.step.models |= dict.fromkeys([uncompiled(call.model), *passed])
+                self.step.models |= call.models
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -42,6 +42,12 @@ class ModelCall:
     settings: Mapping[str, Any]
     runs: tuple[Any, ...] = ()
 
+    @property
+    def models(self) -> dict[Callable[..., Any], None]:
+        """The model, and the modules that are passed to it."""
+        passed = [each for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, nn.Module)]
+        return dict.fromkeys([uncompiled(self.model), *passed])
+
     def found(self, look: Look[T]) -> T:
         """What `look` finds in the model's one graph, which is traced once more. Raises: as `surveyed`."""
         chosen = {name: self.settings.get(name) for name in ("options", "dynamic", "mode")}

@@ -460,6 +460,32 @@ def test_a_budget_in_bytes_is_one_for_all_blocks(folder: Path, capsys: pytest.Ca
     assert lowest["peak_bytes"] < some["peak_bytes"] <= lowest["peak_bytes"] + 2 * 2**20
 
 
+PASSED = """
+import torch, ssd_fx
+from torch import nn
+options = {"engine": "memory", "machine": "default", "min_bytes": 0}
+compiled = torch.compile(lambda model, x: model(x).mean(), backend=ssd_fx.backend, options=options)
+Block = type("Block", (nn.Sequential,), {})
+model = nn.Sequential(*(Block(nn.Linear(64, 64), nn.Tanh()) for _ in range(2)))
+loss = compiled(model, torch.randn(8, 64))
+1 / 0
+"""
+
+
+def test_the_table_of_another_batch_has_the_same_notes_and_rivals(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The layers are in a module that is passed to what is compiled."""
+    (folder / "train.py").write_text(PASSED)
+    tables = []
+    for words in ([], ["--batch", "8"]):
+        assert fit("--budget", "0", "--json", *words) == 0
+        tables += json.loads(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+    assert "a checkpoint per layer is one around each of 2 Block" in tables[1]["note"]
+    assert "the step ends at train.py:9, before a backward: ZeroDivisionError" in tables[1]["note"]
+
+
 def test_another_batch_of_blocks_is_not_guessed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "train.py").write_text(BLOCKS)
     assert fit("--batch", "8", "--", "blocks") == 1
