@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from ssd_fx.config import Config
 from ssd_fx.estimate import BUDGETS, Asked, of_call, parsed_batch
 from ssd_fx.hardware import DRIVES, MACHINES, Hardware
 from ssd_fx.refusal import refusing
@@ -69,11 +72,10 @@ def run(flags: argparse.Namespace) -> int:
         asked = Asked.of(flags.budget.split(","), flags.memory, flags.drive_tbw, rivals=flags.rivals)
         batches = [parsed_batch(batch) for batch in flags.batch.split(",")] if flags.batch else [None]
         there = _elsewhere(flags)
-    options: Mapping[str, Any] = {}
+    options: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     if there is not None:
-        options = {"machine": there.rates()}
-        memory, rated = round(there.device.memory_gib * 2**30), there.drives.rated_tb
-        asked = replace(asked, memory=asked.memory or memory, drive_tbw=asked.drive_tbw or rated)
+        options = partial(_options_there, there, asked.drive_tbw)
+        asked = replace(asked, memory=asked.memory or round(there.device.memory_gib * 2**30), drive_tbw=0.0)
     with refusing(1):
         step = until_trained(flags.script, flags.behind, lambda gm: asked.look, options)
         if there is not None:
@@ -123,6 +125,27 @@ def _elsewhere(flags: argparse.Namespace) -> Hardware | None:
     own = machine.drives
     other = replace(own, drive=DRIVES[drive] if drive else own.drive, count=own.count if count is None else count)
     return replace(machine, drives=other)
+
+
+def _options_there(machine: Hardware, drive_tbw: float, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options to plan for on another machine, of those of a script.
+
+    A preset's drives are one GPU's, so no rank shares them. Of what the user says of the node, this rank has its share.
+    The temporary directory stands for directories that are not here. `drive_tbw`: the flag, which goes over the option.
+
+    Raises:
+        ValueError: an unknown option, or a bad value.
+    """
+    node = Config.make({**options, "drive_tbw": drive_tbw} if drive_tbw else options)
+    return {
+        **options,
+        "machine": machine.rates(),
+        "ranks": 1,
+        "dirs": tempfile.gettempdir(),
+        "allow_tmpfs": True,
+        "host_budget": node.own_host_budget,
+        "drive_tbw": node.own_drive_tbw or machine.drives.rated_tb,
+    }
 
 
 def _told(machine: Hardware) -> str:

@@ -30,6 +30,7 @@ from ssd_fx.runtime.memory.gauge import storages
 from ssd_fx.runtime.stats import SKIPPED
 from ssd_fx.survey import Look, ModelCall, TrainingStep, survey, uncompiled
 
+_Options = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 _BACKENDS = (backend, "ssd_fx")  # the values of torch.compile's `backend` that mean ours
 
 
@@ -76,10 +77,11 @@ class _Values(fake.FakeLarge):
 class _Script:
     """A running script: what it has compiled with ssd_fx, and its step.
 
-    look: returns for a Dynamo graph the function that looks at its joint graph. options: override the script's.
+    look: returns for a Dynamo graph the function that looks at its joint graph. options: returns the options to plan
+    for, of the script's.
     """
 
-    def __init__(self, look: Callable[[fx.GraphModule], Look[Any]], options: Mapping[str, Any]) -> None:
+    def __init__(self, look: Callable[[fx.GraphModule], Look[Any]], options: _Options) -> None:
         self.look, self.options = look, options
         self.compile: Callable[..., Any] = torch.compile
         self.compiled = self.called = self.looked = False
@@ -103,7 +105,10 @@ class _Script:
         self.compiled = True
         made = self.compile(model, **settings | {"backend": self._backend(settings["backend"])})
         inner = made.forward if isinstance(model, nn.Module) else made
-        ours["options"] = {**(ours.get("options") or {}), **self.options}
+        try:
+            ours["options"] = self.options(ours.get("options") or {})
+        except ValueError as error:
+            raise _Ended(error, refused=True) from None
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._calls or not torch.is_grad_enabled():
@@ -132,7 +137,7 @@ class _Script:
         """A backend that looks at the graph, and leaves it as it is."""
         self._looks = self.looked = True
         try:
-            found = survey(gm, inputs, self.look(gm), {**(options or {}), **self.options}, mode)
+            found = survey(gm, inputs, self.look(gm), self.options(options or {}), mode)
         except Exception as error:
             raise _Ended(error, refused=True) from None  # else Dynamo, or the script, takes it for one of the model
         finally:
@@ -242,12 +247,12 @@ def until_trained(
     path: str,
     arguments: Sequence[str],
     look: Callable[[fx.GraphModule], Look[Any]],
-    options: Mapping[str, Any] | None = None,
+    options: _Options = dict,
 ) -> TrainingStep:
     """Run a script until the first backward of what it compiles with ssd_fx, and return its step.
 
-    look: returns for a Dynamo graph the function that looks at its joint graph, which is pickled. options: override the
-    script's.
+    look: returns for a Dynamo graph the function that looks at its joint graph, which is pickled. options: returns the
+    options to plan for, of the script's.
 
     Raises:
         ValueError: no script, it failed, or it has compiled nothing that trains.
@@ -255,7 +260,7 @@ def until_trained(
     """
     if not os.path.isfile(path):
         raise ValueError(f"{path!r} is no file; right would be a Python script that trains")
-    script = _Script(look, options or {})
+    script = _Script(look, options)
     argv, folder = [path, *arguments], os.path.dirname(os.path.abspath(path))
     safe = getattr(sys.flags, "safe_path", False)  # Python puts no folder in front then; from 3.11 on
     torch._dynamo.reset()  # Dynamo compiles a function eight times at most

@@ -541,6 +541,29 @@ def test_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_ranks_and_directories_of_a_script_for_a_machine_that_is_not_here(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preset's drives are those of one GPU. What the user says of the node is for all its ranks. And the directories
+    need not be on this computer."""
+
+    def planned(options: str, *words: str) -> Any:
+        (folder / "train.py").write_text(TRAIN.replace('"engine": "memory"', options))
+        assert fit("--budget", "0", "--no-rivals", "--json", "--machine", "4090", *words, "--", "64", "8") == 0
+        return json.loads(capsys.readouterr().out)[0]
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    alone, shared = planned('"ranks": 1'), planned('"ranks": 8, "dirs": ["/mnt/none"]')
+    assert shared == alone
+    assert shared["drive_tbw"] == 1200
+    assert planned('"ranks": 8', "--drive-tbw", "600")["drive_tbw"] == 600 / 8
+    assert planned('"ranks": 8, "drive_tbw": 400')["drive_tbw"] == 400 / 8
+    assert planned('"ranks": 8, "host_budget": "1GiB"') == planned('"host_budget": "128MiB"')
+    (folder / "train.py").write_text(TRAIN.replace("min_bytes", "main_bytes"))
+    assert fit("--machine", "4090", "--", "64", "8") == 1
+    assert capsys.readouterr().err.startswith("ssd-fx: ssd_fx has no option 'main_bytes'; did you mean 'min_bytes'?")
+
+
 def test_rates_of_a_machine_that_is_not_here() -> None:
     """What passes the link limits its drives."""
     machine = MACHINES["4090"]
