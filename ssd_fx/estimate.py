@@ -24,6 +24,7 @@ from torch import nn
 
 from ssd_fx import fake
 from ssd_fx.backend import check_options
+from ssd_fx.config import Config
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.plan import Keep, Plan, replay_of
@@ -33,7 +34,9 @@ from ssd_fx.report.figures import highest, still_leaving
 from ssd_fx.report.limit import Before, Optimizers, Parts, optimizers_of, parts
 from ssd_fx.report.model import WITHIN
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
+from ssd_fx.runtime.account import AUTO, limit_of
 from ssd_fx.runtime.errors import first_line
+from ssd_fx.runtime.memory.gauge import Gauge, gauge
 from ssd_fx.sizes import parse_budget, parse_bytes, parse_tbw
 from ssd_fx.survey import Look, ModelCall, TrainingStep, uncompiled
 
@@ -65,7 +68,7 @@ def estimate(
         budgets: each as the option `budget`; one of them or several.
         options: those of `ssd_fx.Config`; `dynamic` and `mode` are those of `torch.compile`.
         memory: a size such as "8GiB". The table then has a row for the option `memory`, and says which rows fit. None:
-            the size in the options, if there is one.
+            that of the options, if there is one.
         drive_tbw: a number of TB that all drives of the node are rated for; 0 for that of the options.
         batch: another batch size than that of the inputs. It has to be their first size.
         optimizers: one or several, whose state counts.
@@ -108,12 +111,16 @@ def of_call(
 
 @dataclass(frozen=True)
 class Asked:
-    """What a table is to say. memory: a limit in bytes; None for that of the options. drive_tbw: 0 for theirs."""
+    """What a table is to say. memory: a limit in bytes; None for that of the options. drive_tbw: 0 for theirs.
+
+    whole: the bytes that the device has, if it is not here. It is the limit where there is no other.
+    """
 
     budgets: tuple[Budget, ...]
     memory: int | None = None
     drive_tbw: float = 0.0
     rivals: bool = True
+    whole: int = 0
 
     @staticmethod
     def of(budgets: Iterable[Budget], memory: int | str | None, drive_tbw: object, *, rivals: bool) -> Asked:
@@ -141,7 +148,7 @@ class Asked:
         """
         first, runs = step.calls[0], step.runs
         config = check_options(first.settings.get("options"))
-        memory = config.memory if self.memory is None and isinstance(config.memory, int) else self.memory
+        memory, uncounted = self._limit(config, first.device)
         own_state = sum(fake.nbytes_of(list(each.state.values())) for each in optimizers or ())
         trained = min(input_bytes, sum(run.parts.trained_bytes for run in runs))
         before = Before(input_bytes, trained, input_bytes + own_state + others, _known(optimizers))
@@ -166,9 +173,33 @@ class Asked:
             drive_tbw=(self.drive_tbw or config.drive_tbw) / config.ranks.count,  # the other ranks write to them too
             rates=" and ".join(dict.fromkeys(run.rates for run in runs)),
             rivals=rivals,
-            note="\n".join(filter(None, (note, step.note))),
+            note="\n".join(filter(None, (note, uncounted, step.note))),
             largest=highest.parts.largest,
         )
+
+    def _limit(self, config: Config, device: torch.device) -> tuple[int | None, str]:
+        """The limit of memory in bytes, and a note if that of the options cannot be told here."""
+        own = self.memory or config.memory or float(self.whole > 0)
+        if isinstance(own, int):
+            return own, ""
+        if not own:
+            return None, ""
+        if self.whole:
+            return int(self.whole * (AUTO if own == "auto" else float(own))), ""
+        counts = _gauge(config, device)
+        if counts is None:
+            return None, f"memory={own!r} is no limit here, for nothing counts the tensors of {device.type}"
+        return limit_of(own, config.ranks.count, counts, device), ""
+
+
+def _gauge(config: Config, device: torch.device) -> Gauge | None:
+    """What would count the tensors of a training process with these options, if that is here."""
+    if device.type == "cpu":
+        return gauge(device) if config.cpu_allocator else None
+    if not torch.get_device_module(device).is_available():
+        return None
+    torch.empty(0, device=device)  # PyTorch counts nothing before the first tensor
+    return gauge(device)
 
 
 def _known(optimizers: Sequence[torch.optim.Optimizer] | None) -> Optimizers | None:

@@ -75,7 +75,7 @@ def run(flags: argparse.Namespace) -> int:
     options: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     if there is not None:
         options = partial(_options_there, there, asked.drive_tbw)
-        asked = replace(asked, memory=asked.memory or round(there.device.memory_gib * 2**30), drive_tbw=0.0)
+        asked = replace(asked, drive_tbw=0.0, whole=round(there.device.memory_gib * 2**30))
     with refusing(1):
         step = until_trained(flags.script, flags.behind, lambda gm: asked.look, options)
         if there is not None:

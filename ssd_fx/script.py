@@ -23,12 +23,12 @@ import torch
 from torch import fx, nn
 
 from ssd_fx import fake
-from ssd_fx.backend import NO_BACKWARD, backend, device_of
+from ssd_fx.backend import NO_BACKWARD, backend
 from ssd_fx.compat import DataDependentOutputException, _disable_current_modes, tree_leaves
 from ssd_fx.runtime.errors import first_line
 from ssd_fx.runtime.memory.gauge import storages
 from ssd_fx.runtime.stats import SKIPPED
-from ssd_fx.survey import Look, ModelCall, TrainingStep, survey, uncompiled
+from ssd_fx.survey import Look, ModelCall, TrainingStep, survey
 
 _Options = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 _BACKENDS = (backend, "ssd_fx")  # the values of torch.compile's `backend` that mean ours
@@ -161,9 +161,7 @@ class _Script:
             _Ended: it fails after a graph has run.
         """
         if not self.called:
-            model = uncompiled(call.model)
-            own = model.parameters() if isinstance(model, nn.Module) else ()
-            there = _storages(device_of([*own, *tree_leaves((call.args, call.kwargs))]).type)
+            there = _storages(call.device.type)
             self.step.there = {at: storage for at, storage in there.items() if at not in self._others}
         self.called = self._calls = True
         try:

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from ssd_fx.backend import NoBackward, compile_graph
+from ssd_fx.backend import NoBackward, compile_graph, device_of
 from ssd_fx.compat import Unsupported, tree_leaves, uncalled
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
@@ -47,6 +47,12 @@ class ModelCall:
         """The model, and the modules that are passed to it."""
         passed = [each for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, nn.Module)]
         return dict.fromkeys([uncompiled(self.model), *passed])
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it computes on."""
+        own = [p for model in self.models if isinstance(model, nn.Module) for p in model.parameters()]
+        return device_of([*own, *tree_leaves((self.args, self.kwargs))])
 
     def found(self, look: Look[T]) -> T:
         """What `look` finds in the model's one graph, which is traced once more. Raises: as `surveyed`."""

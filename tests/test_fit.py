@@ -17,6 +17,7 @@ import torch
 from ssd_fx import cli
 from ssd_fx.fake import LARGE_BYTES, FakeLarge
 from ssd_fx.hardware import MACHINES
+from ssd_fx.runtime.memory.gauge import CpuGauge
 from tests import fresh
 
 TRAIN = """
@@ -539,6 +540,26 @@ def test_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith(
         "planned for RTX-4090: 107 TFLOP/s in 16 bits, memory 857 GB/s;\n1 x samsung-990-pro-2tb: write 6"
     )
+
+
+def test_the_limit_of_memory_is_the_script_s_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag goes over the option, and that over a preset. A share is one of the machine that is planned for."""
+
+    def limit(option: str, *words: str) -> Any:
+        (folder / "train.py").write_text(TRAIN.replace('"min_bytes": 0', f'"min_bytes": 0, {option}'))
+        assert fit("--budget", "0", "--no-rivals", "--json", *words, "--", "64", "8") == 0
+        return json.loads(capsys.readouterr().out)[0]
+
+    here = CpuGauge().total_bytes()
+    assert limit('"memory": "25%"')["memory"] == here // 4
+    assert limit('"memory": "25%"', "--memory", "1GiB")["memory"] == 2**30
+    assert 0 < limit('"memory": "auto"')["memory"] < here
+    for option, gib in (('"memory": "20GiB"', 20), ('"memory": "25%"', 6), ('"memory": "auto"', 0.95 * 24), ("", 24)):
+        assert limit(option, "--machine", "4090")["memory"] == int(gib * 2**30)
+    assert limit('"memory": "25%"', "--machine", "4090", "--memory", "1GiB")["memory"] == 2**30
+    uncounted = limit('"memory": "25%", "cpu_allocator": False')
+    assert uncounted["memory"] is None
+    assert "memory=0.25 is no limit here, for nothing counts the tensors of cpu" in uncounted["note"]
 
 
 def test_ranks_and_directories_of_a_script_for_a_machine_that_is_not_here(

@@ -77,7 +77,8 @@ class Estimate:
         rates: where the rates behind the times come from: "measured", "typical", "typical compute", "given".
         rivals: what needs no drive, if asked for: a checkpoint per layer, shares of PyTorch's
             `activation_memory_budget`. They write nothing.
-        note: about the rivals, or why one is missing.
+        note: about the rivals, or why one is missing; why the options' limit of memory is none here; how the step
+            ended.
     """
 
     graph: str
