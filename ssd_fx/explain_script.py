@@ -80,4 +80,5 @@ def _described(
     """
     asked = options if budget is None else replace(options, budget=budget)
     partition, plan = pipeline.decide_joint(joint, asked)
-    return describe(partition, plan, asked, arguments, function)
+    found = describe(partition, plan, asked, arguments, function)
+    return found if budget is None else replace(found, memory="")

@@ -53,8 +53,11 @@ def advice(known: Facts, found: Figures) -> str:
     return "nothing: what can be offloaded is, and the step hardly waits"
 
 
-def without_plan(found: Figures) -> str:
+def without_plan(known: Facts, found: Figures) -> str:
     """The advice where no plan is known, from what was measured alone."""
+    within = _within_memory(known, found)
+    if within:
+        return within
     stall, step = _stall(found)
     if stall > SMALL * step:
         return f"the step waits {format_seconds(stall)} for the drives: a budget in bytes keeps so much more in memory"
@@ -65,7 +68,8 @@ def _within_memory(known: Facts, found: Figures) -> str:
     """The advice under the option `memory`, which leaves nothing to choose but itself; empty without it."""
     stats = known.stats
     if stats is None or not stats.memory_limit_bytes:
-        return ""
+        said = "nothing: from the second step on the runtime keeps what fits `memory`; `ssd-fx fit` predicts it"
+        return said if any(graph.memory for graph in known.graphs) else ""
     if known.over_bytes:
         return (
             f"the last step took {format_bytes(known.over_bytes)} more than the limit: a smaller micro-batch, a loss "

@@ -47,14 +47,14 @@ def describe(
 
     arguments: the names of the Dynamo graph's inputs. function: what they are the arguments of.
     """
-    sources = source_lines(partition, arguments, function)
+    sources, runtime = source_lines(partition, arguments, function), parse(options.runtime_config)
     baseline = plan.origin.baseline
     assert baseline is not None, "select fills it"
     return GraphReport(
         graph=plan.graph,
         budget=options.budget,
         min_bytes=options.min_bytes,
-        inflight=parse(options.runtime_config).inflight_bytes or LEAST_BYTES,
+        inflight=runtime.inflight_bytes or LEAST_BYTES,
         prefetch=options.prefetch,
         rates=options.source,
         saved_bytes=int(plan.saved_bytes),
@@ -66,6 +66,7 @@ def describe(
         own=_step(plan.graph, replay_of(plan), int(plan.kept_bytes)),
         rows=(*_groups(partition, plan, sources), *_outputs(partition, plan.graph, options, sources)),
         recomputed=recomputed(plan, sources),
+        memory=runtime.memory,
     )
 
 

@@ -126,6 +126,7 @@ class GraphReport:
         rows: the alias groups, and the saved outputs.
         recomputed: name, module, source, nbytes and seconds of what is computed again.
         runs: how often it runs in a step.
+        memory: the option; empty if another budget is planned for.
     """
 
     graph: str
@@ -144,6 +145,7 @@ class GraphReport:
     rows: tuple[GroupRow, ...] = field(repr=False)
     recomputed: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     runs: int = 1
+    memory: int | float | str = ""
 
     @property
     def planned(self) -> Timeline:

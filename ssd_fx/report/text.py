@@ -52,7 +52,7 @@ def _unplanned(known: Facts, found: Figures) -> list[tuple[str, str]]:
         ("cost", _measured_cost(found)),
         ("drive", _drive(found)),
         ("plan", known.missing),
-        ("next", without_plan(found)),
+        ("next", without_plan(known, found)),
     ]
 
 

@@ -184,6 +184,15 @@ def test_what_a_limit_of_memory_has_come_to() -> None:
     assert dict(lines(made([plan], ["a"], stats=Stats(steps=3))))["memory"].startswith("peak ")
 
 
+def test_no_budget_is_advised_beside_a_limit_of_memory() -> None:
+    """Both are an error. Nor is one when the plans are gone."""
+    waits = Stats(steps=1, step_s=1.0, stall_s=0.5, memory_limit_bytes=1 << 30, graphs={"a": GraphStats(steps=1)})
+    plan = graph("a", [group(0, 100 * MIB, times=TIMES)], 0)
+    for found in (made([plan], ["a"], stats=waits), made((), (), stats=waits, missing="the graphs are gone")):
+        said = "the step waits 500 ms for the drives: more memory or a faster drive would end that"
+        assert dict(lines(found))["next"] == said
+
+
 def test_for_which_modules_the_step_waits() -> None:
     """Layers together. Measured over all steps, with what was predicted beside it; before any step as predicted."""
     waits = {"store": (0, 0), "release": (0, 0.002), "wait": (0.001, 0.004), "last": (0.004, 0.004)}

@@ -142,6 +142,18 @@ def test_a_report_says_whose_rates_its_times_are() -> None:
     assert " by given rates" in dict(lines(found))["cost"]
 
 
+def test_before_any_step_under_a_limit_of_memory_no_budget_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both options are an error."""
+    monkeypatch.delenv("SSD_FX_BUDGET", raising=False)
+    options = TOY | {"machine": {"write_bw": 1e6, "read_bw": 1e6}}
+    said = [
+        dict(lines(ssd_fx.explain(Block(), options=options | more)(torch.randn(SIZE, SIZE))))["next"]
+        for more in ({"budget": 0}, {"memory": "1GiB"})
+    ]
+    assert said[0].startswith("budget=")
+    assert said[1] == "nothing: from the second step on the runtime keeps what fits `memory`; `ssd-fx fit` predicts it"
+
+
 def test_values() -> None:
     found = report()
     rows = found.rows()
