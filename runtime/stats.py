@@ -11,7 +11,7 @@ from ssd_fx.runtime.engines import registry
 from ssd_fx.runtime.step_clock import StepClock
 from ssd_fx.runtime.wear import DAY_S, rated_days, wear
 
-CHECKPOINT = "checkpoint"  # what `ssd_fx.checkpoint` counts as a graph: with the number of the call in its step
+CHECKPOINT = "checkpoint"  # a call of `ssd_fx.checkpoint` as a graph: with its number among those of a step that store
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,18 +4,26 @@
     backward    x is read while the checkpoint behind it is computed again; function(x) runs once more
 
 The checkpoint itself is PyTorch's. It saves the arguments under the hooks for saved tensors, which are ours meanwhile.
+
+Whether a backward can come is certain only when the function has returned: if it cannot, PyTorch has dropped what it
+saved. A call that will be computed again, as far as one sees, is stored while its function runs. Any other is stored
+when its function has returned, if it still can be computed again. So what is frozen writes nothing, and a wrong guess
+delays a write, or writes once in vain, and changes nothing else.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -28,6 +36,11 @@ from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 
 T = TypeVar("T")
 ops = torch.ops.ssd_fx
+
+AGAIN = 64  # calls of a doubtful kind in a row that can be computed again, until it is no longer doubtful
+KINDS = 1024  # doubtful kinds that are remembered
+LOOKED = 64  # what a function holds that is looked at for gradients, with all that this holds
+PARAMETERS = 128  # of a module that are looked at: to look at all of a large one for each of its layers would take long
 
 
 def checkpoint(
@@ -82,10 +95,10 @@ def _uncompiled(
 ) -> T:
     if not torch.is_grad_enabled() or is_within_checkpoint():
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)  # type: ignore[no-any-return]
-    arguments = _Arguments(*_settings(options), args)
+    arguments = _Arguments(*_settings(options), function, args, kwargs)
     with saved_tensors_hooks(arguments.pack, _unpack):
         made = torch_checkpoint(_marked(function), *args, use_reentrant=False, **kwargs)
-    arguments.learn(made)
+    arguments.end()
     return made  # type: ignore[no-any-return]
 
 
@@ -116,10 +129,18 @@ _known: dict[str, tuple[Config, str]] = {}
 """By the options as text."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A call that stores, with its name. It lives as long as what it stored."""
+
+    name: str
+
+
 @dataclass(frozen=True)
 class _Stored:
-    """What autograd has instead of an argument that is stored; `seq`: its number among those of its checkpoint."""
+    """Where an argument is that is stored; `seq`: its number among those of its checkpoint."""
 
+    run: _Run
     handle: Tensor
     size: torch.Size
     stride: tuple[int, ...]
@@ -130,85 +151,213 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Kept:
-    """An argument that stays in memory, with its version: under hooks autograd does not compare versions."""
+    """An argument that is in memory, with its version: under hooks autograd does not compare versions."""
 
     tensor: Tensor
     version: int
 
 
-class _Arguments:
-    """The arguments of one checkpoint, while PyTorch saves them."""
+@dataclass(eq=False)
+class _Saved:
+    """What autograd has instead of an argument. It lives as long as the function may be computed again."""
 
-    def __init__(self, options: Config, config: str, args: tuple[Any, ...]) -> None:
-        self._config = config
+    where: _Stored | _Kept
+
+
+class _Arguments:
+    """The arguments of one checkpoint: they are saved by PyTorch when it begins, and stored then or at its end."""
+
+    def __init__(
+        self,
+        options: Config,
+        config: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._options, self._config = options, config
         self._least = max(options.min_bytes, 1)
         self._seq = itertools.count()
+        self._run: _Run | None = None
+        self._saved: list[weakref.ref[_Saved]] = []  # those that leave, now or when the function has returned
         tensors = [x for x in args if isinstance(x, Tensor)]
         leaving = [x for x in tensors if self._leaves(x)]
-        self._graph = ""
-        self._name = _next_name() if leaving else ""
-        if not leaving or self._name in _without_gradient:
+        if not leaving:
             return
-        self._graph = self._name
-        device = leaving[0].device
-        if options.cpu_allocator and device.type == "cpu":
+        self._device = leaving[0].device
+        self._saved_bytes, self._leaving_bytes = (sum(x.nbytes for x in some) for some in (tensors, leaving))
+        self._kind = _kind(function, args, kwargs)
+        if not _doubt(self._kind):
+            self._run = self._begin()
+
+    def pack(self, x: Tensor) -> _Saved:
+        saved = _Saved(_Kept(x, x._version))
+        if self._leaves(x):
+            if self._run:
+                saved.where = self._store(x, self._run)
+            self._saved.append(weakref.ref(saved))
+        return saved
+
+    def end(self) -> None:
+        """Stores what was not stored before the function ran, if a backward may come. Notes whether one may."""
+        if not self._saved:
+            return
+        living = [saved for saved in (ref() for ref in self._saved) if saved]
+        _learn(self._kind, again=bool(living))
+        if self._run or not living:
+            return
+        run = self._begin()
+        for saved in living:
+            kept = saved.where
+            # what was changed meanwhile stays: the backward refuses it
+            if isinstance(kept, _Kept) and kept.tensor._version == kept.version:
+                saved.where = self._store(kept.tensor, run)
+
+    def _begin(self) -> _Run:
+        run = _next_run()
+        if self._options.cpu_allocator and self._device.type == "cpu":
             CPU_ALLOCATOR.install()
-        saved, offloaded = (sum(x.nbytes for x in some) for some in (tensors, leaving))
         with torch.no_grad():
-            ops.begin_(torch.empty(0, dtype=torch.int64, device=device), config, self._graph, saved, offloaded)
+            token = torch.empty(0, dtype=torch.int64, device=self._device)
+            ops.begin_(token, self._config, run.name, self._saved_bytes, self._leaving_bytes)
+        return run
 
-    def learn(self, made: object) -> None:
-        """Notes whether `made` needs a gradient. If not, nothing is computed again, so the next step stores nothing."""
-        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(made)):
-            _without_gradient.discard(self._name)
-        else:
-            _without_gradient.add(self._name)
-
-    def pack(self, x: Tensor) -> _Stored | _Kept:
-        if not self._graph or not self._leaves(x):
-            return _Kept(x, x._version)
+    def _store(self, x: Tensor, run: _Run) -> _Stored:
         number = next(self._seq)
         with torch.no_grad():
-            handle = ops.store(x, self._config, self._graph, number, 2 * number)
+            handle = ops.store(x, self._config, run.name, number, 2 * number)
             # whoever writes into it from here on changes its version, which the load compares
             ops.wait_store_(handle, x, 2 * number + 1, True)
-        return _Stored(handle, x.shape, x.stride(), x.dtype, x.device, 2 * number)
+        return _Stored(run, handle, x.shape, x.stride(), x.dtype, x.device, 2 * number)
 
     def _leaves(self, x: Tensor) -> bool:
         plain = type(x) is Tensor and x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x.is_quantized)
         return plain and x.device.type != "meta" and x.nbytes >= self._least and not is_parameter(x)
 
 
-def _unpack(saved: _Stored | _Kept) -> Tensor:
+def _unpack(saved: _Saved) -> Tensor:
     """The argument again.
 
     Raises: RuntimeError if it was changed in place meanwhile; OSError if it cannot be read.
     """
     global _turned
     _turned = True
-    if isinstance(saved, _Kept):
-        if saved.tensor._version != saved.version:
-            raise errors.changed_while_kept(saved.tensor, saved.version)
-        return saved.tensor
+    found = saved.where
+    if isinstance(found, _Kept):
+        if found.tensor._version != found.version:
+            raise errors.changed_while_kept(found.tensor, found.version)
+        return found.tensor
     with torch.no_grad():
-        where = (saved.size, saved.stride, saved.dtype, saved.device)
+        where = (found.size, found.stride, found.dtype, found.device)
         # not to be donated: another backward through other outputs may compute the function again
-        x: Tensor = ops.load(saved.handle, *where, saved.seq, False, "strides", False)
-        ops.wait_load_(x, saved.handle, saved.seq + 1)
+        x: Tensor = ops.load(found.handle, *where, found.seq, False, "strides", False)
+        ops.wait_load_(x, found.handle, found.seq + 1)
     return x
 
 
-def _next_name() -> str:
-    """The name of the next checkpoint of its step: the same in every step, so the runtime can learn."""
-    global _calls, _turned
+# ---- names
+
+
+def _next_run() -> _Run:
+    """The next call of its step that stores. Its name is the same in every step, so the runtime can learn.
+
+    If no backward comes, as in an evaluation, the names begin again when the call that had the first one is gone.
+    """
+    global _calls, _turned, _first
     with _naming:
-        if _turned:
+        if _turned or _first is None or _first() is None:
             _calls, _turned = itertools.count(), False
-        return f"{stats.CHECKPOINT} {next(_calls)}"
+        number = next(_calls)
+        run = _Run(f"{stats.CHECKPOINT} {number}")
+        if not number:
+            _first = weakref.ref(run)
+        return run
 
 
-_without_gradient: set[str] = set()
-"""The checkpoints whose outputs needed no gradient when they ran last, by name."""
 _naming = threading.Lock()
 _calls = itertools.count()
-_turned = False  # whether a backward has come since the last checkpoint: the next one is the first of its step
+_turned = False  # whether a backward has come since the last call that stores: the next one is the first of its step
+_first: weakref.ref[_Run] | None = None  # the call of this step that has the first name
+
+
+# ---- whether a backward may come
+
+_Kind = tuple[object, str]
+"""The code of a function, and what needs a gradient as far as one sees. It keeps no module and no tensor alive."""
+
+
+def _kind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Kind:
+    if any(_needs_gradient(x) for x in tree_leaves((args, dict(kwargs)))):
+        return _code(function), "arguments"
+    return _code(function), "function" if any(map(_needs_gradient, _held(function))) else ""
+
+
+def _needs_gradient(x: object) -> bool:
+    if isinstance(x, nn.Module):
+        return any(each.requires_grad for each in itertools.islice(x.parameters(), PARAMETERS))
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _held(function: object) -> list[object]:
+    """What one sees that `function` holds: itself, its object, arguments it is given already, variables around it."""
+    found: dict[int, object] = {id(function): function}
+    ahead = [function]
+    while ahead and len(found) < LOOKED:
+        each = ahead.pop()
+        inner: list[object] = []
+        if isinstance(each, partial):
+            inner = [each.func, *tree_leaves((each.args, each.keywords))]
+        elif isinstance(each, MethodType):
+            inner = [each.__self__, each.__func__]
+        elif isinstance(each, FunctionType):
+            inner = [_content(cell) for cell in each.__closure__ or ()]
+        new = {id(x): x for x in inner if id(x) not in found}
+        found |= new
+        ahead += new.values()
+    return list(found.values())
+
+
+def _content(cell: Any) -> object:
+    """The variable that a function has from around it. None if it has no value yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _code(function: Callable[..., Any]) -> object:
+    """The code that a call of `function` runs, or its name if that is no code of Python."""
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, nn.Module):
+        function = type(function).forward
+    for called in (function, type(function).__call__):
+        code = getattr(called, "__code__", None)
+        if isinstance(code, CodeType):
+            return code
+    return str(getattr(function, "__qualname__", ""))
+
+
+def _doubt(kind: _Kind) -> int:
+    """How many more calls of this kind are stored only when their function has returned."""
+    return _doubts.get(kind, _doubt_at_first(kind))
+
+
+def _doubt_at_first(kind: _Kind) -> int:
+    _, needs = kind
+    return 0 if needs else AGAIN
+
+
+def _learn(kind: _Kind, *, again: bool) -> None:
+    """Notes whether a call of this kind can be computed `again`."""
+    left = max(0, _doubt(kind) - 1) if again else AGAIN
+    if left == _doubt_at_first(kind):
+        _doubts.pop(kind, None)
+        return
+    if len(_doubts) >= KINDS:
+        _doubts.clear()
+    _doubts[kind] = left
+
+
+_doubts: dict[_Kind, int] = {}
+"""What was learned of each kind, where it is not what one sees at first."""

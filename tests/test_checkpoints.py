@@ -7,6 +7,7 @@ import gc
 import json
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -130,6 +131,20 @@ def graph_kept(region: Region) -> list[Tensor]:
     return trained(run)
 
 
+def several_of_which_one_is_dropped(region: Region) -> list[Tensor]:
+    """Forwards before the first backward. The first of them is gone when the last begins, which has its names."""
+
+    def run(net: Net, x: Tensor) -> None:
+        losses = [net(region, x * i) for i in range(3)]
+        del losses[0]
+        losses.append(net(region, x * 4))
+        settle()
+        for loss in losses:
+            loss.backward()
+
+    return trained(run)
+
+
 def two_outputs_one_after_the_other(region: Region) -> list[Tensor]:
     """Two backwards, each through another output: the function runs again for each, though no graph is kept."""
 
@@ -167,6 +182,25 @@ def views(region: Region) -> list[Tensor]:
     return trained(run)
 
 
+def from_a_plain_object(region: Region) -> list[Tensor]:
+    """Nothing shows before the first call that the object's parameters need gradients."""
+
+    def run(net: Net, x: Tensor) -> Tensor:
+        return net(region, region(Holder(net.blocks[0]).run, x.detach()))
+
+    return trained(run)
+
+
+class Holder:
+    """An object that is no module, and has one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.module(x)  # type: ignore[no-any-return]
+
+
 PROGRAMS: tuple[Program, ...] = (
     plain,
     under_autocast,
@@ -175,9 +209,11 @@ PROGRAMS: tuple[Program, ...] = (
     without_early_stop,
     selective,
     graph_kept,
+    several_of_which_one_is_dropped,
     two_outputs_one_after_the_other,
     several_arguments,
     views,
+    from_a_plain_object,
 )
 STAYS = (within_torchs,)  # the checkpoint around it drops what is saved within
 
@@ -376,21 +412,140 @@ def test_what_was_compiled_outside_writes_nothing_within_a_checkpoint(inner: str
     assert ssd_fx.stats().written_bytes == 2 * written
 
 
-def test_frozen_blocks_are_stored_once_and_blamed_for_nothing(region: Region, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing of them is computed again, so what they store is never read."""
+def stores(call: Callable[[], object]) -> int:
+    before = ssd_fx.stats().stores
+    call()
+    return ssd_fx.stats().stores - before
+
+
+def test_frozen_blocks_write_nothing_and_are_blamed_for_nothing(
+    region: Region, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of them is computed again. Names are those of the calls that store."""
     net = Net(2)
     net.blocks[0].requires_grad_(False)
     for _ in range(6):
         net(region, batch().detach()).backward()
-    assert {name: graph.stores for name, graph in ssd_fx.stats().graphs.items()} == {
-        "checkpoint 0": 1,
-        "checkpoint 1": 6,
-    }
+    assert {name: graph.stores for name, graph in ssd_fx.stats().graphs.items()} == {"checkpoint 0": 6}
     net.blocks[0].requires_grad_(True)
-    for _ in range(2):
-        net(region, batch().detach()).backward()
-    assert ssd_fx.stats().graphs["checkpoint 0"].stores == 2
+    assert stores(lambda: net(region, batch().detach()).backward()) == 2
     assert not caplog.records
+
+
+def test_where_all_checkpoints_are_frozen_nothing_is_written(region: Region) -> None:
+    """No backward of a checkpoint ever comes, which would end a step."""
+    body, head = Block().requires_grad_(False), nn.Linear(WIDTH, 1)
+    for _ in range(5):
+        head(region(body, batch().detach())).sum().backward()
+    assert not ssd_fx.stats().graphs
+
+
+def test_a_network_that_is_frozen_in_every_other_step(region: Region) -> None:
+    """As a generator, while its discriminator is trained: each of its inputs is stored when it is needed, and then
+    only."""
+    generator, discriminator = Block(), nn.Linear(WIDTH, 1)
+
+    def step() -> None:
+        made = region(generator, batch().detach())
+        region(discriminator, made).sum().backward()
+
+    found = []
+    for i in range(6):
+        generator.requires_grad_(i % 2 == 1)
+        found.append(stores(step))
+    assert found == 3 * [1, 2]
+    assert ssd_fx.stats().loads == ssd_fx.stats().stores
+
+
+def test_the_same_where_nothing_shows_that_it_is_frozen(region: Region) -> None:
+    """Then the input is stored when the function has returned. It leaves memory all the same."""
+    block = Block()
+
+    def step() -> None:
+        y = region(Holder(block).run, batch().detach())
+        settle()
+        assert sum(is_gone(entry) for entry in entries.living()) == block.inner[0].weight.requires_grad
+        if y.requires_grad:
+            y.sum().backward()
+
+    found = []
+    for i in range(6):
+        block.requires_grad_(i % 2 == 1)
+        found.append(stores(step))
+    assert found == 3 * [0, 1]
+
+
+def test_a_function_whose_result_is_cut_off_is_stored_once(region: Region) -> None:
+    """Its argument needs a gradient, so one sees only behind the call that no backward comes."""
+
+    def cut(x: Tensor) -> Tensor:
+        return x.detach().sin()
+
+    assert [stores(lambda: region(cut, batch() * 1)) for _ in range(5)] == [1, 0, 0, 0, 0]
+
+
+def test_a_result_that_torch_cannot_look_into(region: Region) -> None:
+    """It needs a gradient, which an object hides that is no tuple, list or dict."""
+    block = Block().eval()
+
+    def hidden(x: Tensor) -> Holder:
+        held = Holder(block)
+        held.result = block(x)  # type: ignore[attr-defined]
+        return held
+
+    def step() -> None:
+        region(hidden, batch() * 1).result.sum().backward()
+
+    assert [stores(step) for _ in range(3)] == [1, 1, 1]
+
+
+def test_what_was_cut_off_once_is_stored_early_again(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssd_fx.checkpoints, "AGAIN", 2)
+    seen = list[int]()
+
+    def sometimes(x: Tensor, is_cut: bool) -> Tensor:
+        seen.append(ssd_fx.stats().stores)
+        return x.detach() if is_cut else x.sin()
+
+    for is_cut in (True, False, False, False):
+        region(sometimes, batch() * 1, is_cut)
+    assert seen == [1, 1, 2, 4], "stores so far when the function runs"
+
+
+def test_an_argument_that_is_changed_before_it_is_stored_is_an_error(region: Region) -> None:
+    block = Block()
+
+    def changes(held: Holder, x: Tensor) -> Tensor:
+        return held.run(x.add_(1))
+
+    y = region(changes, Holder(block), batch().detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_is_learned_keeps_no_module(region: Region) -> None:
+    block = Block()
+    gone = weakref.ref(block)
+
+    def cut(block: Block, x: Tensor) -> Tensor:
+        return block(x).detach()  # type: ignore[no-any-return]
+
+    region(partial(cut, block), batch() * 1)
+    assert cut.__code__ in {code for code, _ in ssd_fx.checkpoints._doubts}
+    del block, cut
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_evaluation_that_could_have_a_backward_is_named(region: Region, caplog: pytest.LogCaptureFixture) -> None:
+    """Its calls have the same few names again and again."""
+    net = Net(3)
+    for _ in range(12):
+        loss = net(region, batch())
+        settle()
+    assert loss.requires_grad
+    assert len(ssd_fx.stats().graphs) <= 4
+    assert "call 0 of ssd_fx.checkpoint in a step has run 4 times in a row" in caplog.text
 
 
 def test_a_branch_without_a_loss_is_named(region: Region, caplog: pytest.LogCaptureFixture) -> None:
