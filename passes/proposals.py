@@ -174,7 +174,7 @@ class Proposals:
         The proposal itself is fast enough, but to compute tensors again may take longer than their prices say.
         """
         own = replay_of(proposal)
-        for shares in (1, 2, 4):
+        for shares in (1, 2, 4, 8, 16):  # more than all together, so that everything may stay
             if best.replay.seconds <= (1 + options.slowdown + TOLERANCE) * own.compute_s:
                 return best, limits
             more = shares * (own.step.everything - own.step.floor) / SHARES

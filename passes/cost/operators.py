@@ -13,6 +13,7 @@ import operator
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.utils.flop_counter import flop_registry
 
 from ssd_fx.compat import OpOverload  # the module defines prims.inductor_random, too
@@ -125,7 +126,9 @@ def addmm(node: fx.Node, is_written: bool) -> fx.Node | None:
     if not products:
         return None
     first, second = map(tensor_of, node.all_input_nodes)
-    if first is None or second is None or first.shape != second.shape or first.dtype != second.dtype:
+    if first is None or second is None or first.dtype != second.dtype:
+        return None
+    if not statically_known_true(sym_eq(tuple(first.shape), tuple(second.shape))):
         return None
     if first.device.type != "cpu" and not is_written and all(map(_is_read_by_loops, node.users)):
         return None

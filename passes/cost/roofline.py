@@ -115,8 +115,17 @@ def _flops(node: fx.Node) -> float:
     formula = flop_registry.get(operator_of(node))
     if formula is None or (is_attention(target) and "_scaled_dot_product" in str(target)):
         return _attention_flops(node)
-    args, kwargs = tree_map(lambda a: a.meta.get("val") if isinstance(a, fx.Node) else a, given)
-    return hint(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    args, kwargs = tree_map(lambda a: _of_numbers(a.meta.get("val")) if isinstance(a, fx.Node) else a, given)
+    return hint(formula(*args, **kwargs, out_val=tree_map(_of_numbers, node.meta.get("val"))))
+
+
+def _of_numbers(value: object) -> object:
+    """A value whose sizes are numbers: a formula that asks about symbols would have the graph compiled for these."""
+    if isinstance(value, torch.SymInt):
+        return int(hint(value))
+    if isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape):
+        return torch.empty([int(hint(n)) for n in value.shape], dtype=value.dtype, device="meta")
+    return value
 
 
 def _attention_flops(node: fx.Node) -> float:

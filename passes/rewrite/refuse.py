@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from ssd_fx.passes.partition import Partition, tensor_of
+from ssd_fx.passes.partition import Partition, storage_of
 from ssd_fx.passes.rewrite import rebuild
 
 ops = torch.ops.ssd_fx
@@ -38,9 +38,10 @@ def kept_activations(partition: Partition) -> list[fx.Node]:
 def _is_kept(node: fx.Node, partition: Partition) -> bool:
     """Whether a saved node is a kept activation: no handle or stand-in of ours, no parameter and no buffer.
 
-    A result of a nested region does not count: it may be a handle, which the region's forward saves for its backward.
+    What has no storage, such as a sparse tensor, does not count, because a stand-in has one. Nor does a result of a
+    nested region: it may be a handle, which the region's forward saves for its backward.
     """
-    if tensor_of(node) is None or node.target in (ops.store.default, ops.stand_in.default):
+    if storage_of(node) is None or node.target in (ops.store.default, ops.stand_in.default):
         return False
     if node.op == "placeholder":
         return node.name in (partition.activations or ())

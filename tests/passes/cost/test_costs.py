@@ -12,10 +12,12 @@ from torch import fx
 from torch._prims import rng_prims
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ssd_fx.passes.cost import roofline
 from ssd_fx.passes.cost.kernels import Kernels
 from ssd_fx.passes.cost.machine import Machine
+from ssd_fx.passes.cost.operators import addmm
 from ssd_fx.passes.cost.roofline import Traffic, traffic
 
 aten = torch.ops.aten
@@ -137,6 +139,47 @@ def test_attention_has_flops_of_its_own_and_skips_blocks(causal: bool, share: fl
     machine = MACHINE.with_rates({"memory_bw": 1e30, "attention_flops": {"float32": 4e9}})
     ns = times_ns(attention(causal), machine)["_scaled_dot_product_flash_attention_for_cpu"]
     assert ns == share * 4 * 2 * 2048 * 2048 * 64 / 4
+
+
+def symbolic(*shape: object) -> torch.Tensor:
+    """A tensor whose first size is a symbol of the size "dynamic", or depends on data ("unbacked")."""
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env) as mode:
+        if shape[0] == "unbacked":
+            return torch.empty(env.create_unbacked_symint(), *shape[1:])
+        sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(shape))
+    return mode.from_tensor(torch.zeros(*shape), symbolic_context=sizes)
+
+
+def called(target: Any, result: object, *args: object) -> fx.Node:
+    """A node that calls `target` of placeholders where the arguments are tensors."""
+    graph = fx.Graph()
+    given = [graph.placeholder(f"given_{i}") if isinstance(arg, torch.Tensor) else arg for i, arg in enumerate(args)]
+    for node, value in zip(given, args, strict=True):
+        if isinstance(node, fx.Node):
+            node.meta["val"] = value
+    made = graph.call_function(target, tuple(given))
+    made.meta["val"] = result
+    return made
+
+
+def test_to_count_flops_asks_nothing_about_sizes() -> None:
+    """PyTorch's formula for sequences of unlike lengths repeats a list as often as there are sequences: a guard."""
+    offsets, rows = symbolic(5), torch.empty(40, 2, 64, device="meta")
+    flash = aten._flash_attention_forward.default
+    node = called(flash, (rows,), rows, rows, rows, offsets, offsets, 16, 16, 0.0, False, False)
+    assert roofline._flops(node) == 4 * 4 * 2 * 16 * 16 * 64
+    assert not offsets.shape[0].node.shape_env.guards  # type: ignore[attr-defined]
+
+
+def test_a_sum_of_unknown_length_is_merged_into_no_product() -> None:
+    rows, row = symbolic("unbacked", 64), torch.empty(1, 64, device="meta")
+    product = called(aten.mm.default, rows, rows, torch.empty(64, 64, device="meta"))
+    added = product.graph.placeholder("row")
+    added.meta["val"] = row
+    total = product.graph.call_function(aten.add.Tensor, (product, added))
+    total.meta["val"] = rows
+    assert addmm(total, False) is None
 
 
 def test_attention_over_short_rows_runs_at_a_lower_rate() -> None:

@@ -17,7 +17,7 @@ from ssd_fx.passes.rewrite.backward import may_be_donated
 from ssd_fx.passes.rewrite.insert import insert
 from ssd_fx.passes.rewrite.refuse import refuse_stand_ins
 from ssd_fx.passes.schedule import Trip
-from tests.bitwise import kept, ours, prove_bitwise
+from tests.bitwise import Compile, kept, ours, prove_bitwise
 from tests.passes import toys
 
 OPTIONS = {"inner": "aot_eager", "engine": "memory", "min_bytes": 0, "budget": 0}
@@ -163,6 +163,22 @@ def test_a_backward_refuses_stand_ins_for_all_that_changes_from_step_to_step() -
     x, w = toys.inputs()
     x = (x * 2).requires_grad_()  # no leaf
     assert toys.with_joint(squares, (x, torch.nn.Parameter(w.detach())), refused) == ["primals_1", "mm"]
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+def plus_sparse(x: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(at, values, (64, 64)) @ x  # type: ignore[no-any-return]
+
+
+def test_a_sparse_tensor_is_kept_and_has_no_stand_in() -> None:
+    """It has no storage by which a stand-in would be known."""
+
+    def gradient(compile: Compile) -> list[torch.Tensor | None]:
+        x, at, values = torch.randn(64, 64, requires_grad=True), torch.randint(0, 64, (2, 100)), torch.randn(100)
+        compile(lambda x, at, values: plus_sparse((x @ x).sin(), at, values).sin().sum())(x, at, values).backward()
+        return [x.grad]
+
+    prove_bitwise(gradient, [kept(OPTIONS), ours(OPTIONS)])
 
 
 ON_DISK = (toys.relu_chain, toys.views_only, toys.complex_numbers, toys.narrow, toys.slice_of_big_base, toys.equal_copy)
