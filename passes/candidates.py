@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from ssd_fx.passes.decide import analyse
 from ssd_fx.passes.joint.collectives import communication
-from ssd_fx.passes.joint.compared import compares_again
+from ssd_fx.passes.joint.compared import compared, compares_again
 from ssd_fx.passes.joint.layers import between_layers, made_of, reproducible
-from ssd_fx.passes.joint.recompute import CutError, Joint
+from ssd_fx.passes.joint.recompute import CutError, Joint, may_run_twice
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of
 from ssd_fx.passes.plan import Limits, Plan, Recompute, replay_of
@@ -89,7 +89,9 @@ def selective(joint: Joint, own: Candidate, first: Plan, options: PlanOptions) -
     if not maybe:
         return None
     with _told(own, "products"):
-        anyway = {n.name for n in own.partition.backward.graph.nodes}  # PyTorch computes that again by itself
+        exact, saved = own.partition.once(compared), {n.name for n in own.partition.saved}
+        anyway = {n.name for n in own.partition.backward.graph.nodes} - exact  # PyTorch computes that again by itself
+        maybe |= {n.name for n in graph.nodes if n.name in saved & made - exact - wanted and may_run_twice(n)}
         partition = joint.partition_again(own.again, wanted | (made - maybe - anyway), maybe)
         if not _may_replace(own.partition, partition):
             return None

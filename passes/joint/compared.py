@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ssd_fx.compat import HigherOrderOperator, OpOverload
+from ssd_fx.passes.cost.operators import is_attention
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.partition import RECOMPUTED, Partition, tensor_of, tensors_of
 from ssd_fx.passes.plan import Plan
@@ -137,8 +138,10 @@ def chooses(node: fx.Node) -> bool:
 
     Hazard: a kernel of the backward is fused otherwise than that of the forward, and rounds otherwise. Then other
     elements are the largest, and the gradient goes to those. Of these operators PyTorch's own cut computes only argmax
-    and max again, and only from saved tensors.
+    and max again, and only from saved tensors. Attention picks nothing: its integers are seeds.
     """
+    if is_attention(node.target):
+        return False
     picked = [t for t in tensors_of(node) if not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)]
     by_values = [t for source in node.all_input_nodes for t in tensors_of(source) if t.is_floating_point()]
     return bool(picked and by_values)

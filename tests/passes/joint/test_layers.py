@@ -16,6 +16,7 @@ import ssd_fx
 from ssd_fx.passes import candidates, pipeline, proposals
 from ssd_fx.passes.candidates import Candidate
 from ssd_fx.passes.cost.operators import is_extern
+from ssd_fx.passes.joint.compared import compared
 from ssd_fx.passes.joint.layers import between_layers, made_of, valleys
 from ssd_fx.passes.joint.spread import spread
 from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_of
@@ -108,6 +109,54 @@ def test_a_selective_partition_computes_again_what_takes_no_product() -> None:
     assert saved.count(torch.ops.aten.mm.default) >= LAYERS
     assert told, "the report names what is computed again"
     assert told.isdisjoint(names)
+
+
+def test_what_a_selective_partition_computes_again_is_known() -> None:
+    """A mask that PyTorch's own partition saves is made of two tensors that are computed again. What depends on its
+    being computed again, such as how bfloat16 is rounded, asks the marks."""
+
+    def larger(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(w.chunk(2 * LAYERS)[::2], w.chunk(2 * LAYERS)[1::2], strict=True):
+            a, b = F.gelu(x @ up), torch.sigmoid(x @ up)
+            x = x + torch.where(a > b, a, b) @ down.t()
+        return x.sum()
+
+    def unmarked(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[set[str], set[str]]:
+        joint, options = pipeline.joint_of(gm, inputs, kwargs), toys.options(recompute=True)
+        own = proposals.cut(joint, options)
+        priced = proposals.decide(own.partition, options, budget=1.0, priced=True, quick=True, analysed=own.plan)
+        found = candidates.selective(joint, own, priced, options)
+        assert found is not None
+        saved = {n.name for n in own.partition.saved if n.op == "call_function"}
+        again = {n.name for n in found.partition.backward.graph.nodes if n.op == "call_function"} & saved
+        return again, again - found.again
+
+    again, without = toys.with_joint(larger, arguments(), unmarked)
+    assert again
+    assert not without
+
+
+def test_a_selective_partition_saves_what_the_backward_compares() -> None:
+    """A cut that computes it again would be refused, if the marks tell; this one is looked at all the same."""
+
+    def largest(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(w.chunk(2 * LAYERS)[::2], w.chunk(2 * LAYERS)[1::2], strict=True):
+            a, b = F.gelu(x @ up), torch.sigmoid(x @ up)
+            x = x + torch.maximum(a, b) @ down.t()
+        return x.sum()
+
+    def computed_again(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> set[str]:
+        joint, options = pipeline.joint_of(gm, inputs, kwargs), toys.options(recompute=True)
+        own = proposals.cut(joint, options)
+        priced = proposals.decide(own.partition, options, budget=1.0, priced=True, quick=True, analysed=own.plan)
+        with mock.patch.object(candidates, "_may_replace", return_value=True):
+            found = candidates.selective(joint, own, priced, options)
+        assert found is not None
+        exact = compared(own.partition)
+        assert exact
+        return exact & {n.name for n in found.partition.backward.graph.nodes if n.op == "call_function"}
+
+    assert toys.with_joint(largest, arguments(), computed_again) == set()
 
 
 def test_products_that_a_selective_partition_saves_can_be_computed_again() -> None:
