@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ssd_fx.compat import (
     AOTInput,
@@ -101,13 +102,33 @@ class Partition:
         return list(self.forward.graph.find_nodes(op="placeholder"))
 
     @property
-    def shared_with_caller(self) -> frozenset[str]:
-        """Names of the outputs, and of `caller_inputs`, that share a storage with a saved tensor.
+    def checked(self) -> frozenset[int]:
+        """Storages of the saved tensors whose versions autograd checks before the backward reads them.
+
+        It does not check those that a custom `autograd.Function` keeps as attributes of its context.
+        """
+        return frozenset(nodes_by_storage(n for n in self.saved if not n.meta.get(NOT_CHECKED)))
+
+    @property
+    def shared_with_caller(self) -> frozenset[tuple[str, str]]:
+        """Names of the outputs, and of `caller_inputs`, that share a storage with a saved tensor, and who reads that:
+        "" for anybody if autograd checks it, else the name of each node of the backward that does.
 
         Hazard: the caller has these too, and may write into them before the backward reads them.
         """
-        saved = {storage_of(n) for n in self.saved} - {None}
-        return frozenset(n.name for n in (*self.caller_outputs, *self.caller_inputs) if storage_of(n) in saved)
+        callers, checked = nodes_by_storage((*self.caller_outputs, *self.caller_inputs)), self.checked
+        return frozenset(
+            (mine.name, reader)
+            for key, saved in nodes_by_storage(self.saved).items()
+            for reader in ([""] if key in checked else self._readers(saved))
+            for mine in callers.get(key, ())
+        )
+
+    def _readers(self, saved: Iterable[fx.Node]) -> frozenset[str]:
+        """Names of the nodes of the backward that read saved tensors or views of them."""
+        received, placeholders = nodes_by_storage(self.backward.graph.nodes), self.bwd_placeholders
+        keys = {storage_of(placeholders[n.name]) for n in saved if n.name in placeholders} - {None}
+        return frozenset(user.name for key in keys for node in received[key] for user in node.users)  # type: ignore[index]
 
     @property
     def is_whole_step(self) -> bool:
@@ -116,9 +137,10 @@ class Partition:
         Otherwise the graph may be one of many whose forwards all come before the first backward.
         """
         saved = {n.name for n in self.saved}
-        placeholders = self.backward.graph.find_nodes(op="placeholder")
-        tangents = [t for n in placeholders if n.name not in saved and (t := tensor_of(n)) is not None]
-        return bool(tangents) and all(tuple(t.shape) in ((), (1,)) for t in tangents)
+        given = [n for n in self.backward.graph.find_nodes(op="placeholder") if n.name not in saved]
+        tangents = [n for n in given if isinstance(_whole(n.meta.get("desc")), TangentAOTInput)]  # a region has none
+        sizes = [tuple(t.shape) for n in tangents or given if (t := tensor_of(n)) is not None]
+        return bool(sizes) and all(not s or (len(s) == 1 and statically_known_true(s[0] == 1)) for s in sizes)
 
     @property
     def bwd_placeholders(self) -> dict[str, fx.Node]:

@@ -143,6 +143,21 @@ def attention(x: torch.Tensor, w: torch.Tensor, dropout: float = 0.0) -> torch.T
     return (found.sin() * found).sum()
 
 
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_of_a_gpu_runs_twice_without_dropout(name: str, dropout: float) -> None:
+    """Its seeds are integers, and not indices that were picked by values."""
+    operator = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
+    graph, heads = fx.Graph(), torch.empty(1, 2, 128, 64, dtype=torch.bfloat16, device="meta")
+    given = [graph.placeholder(each) for each in "qkv"]
+    for each in given:
+        each.meta["val"] = heads
+    bias = () if name == "flash" else (None, True)
+    node = graph.call_function(operator, (*given, *bias), {"dropout_p": dropout})
+    node.meta["val"] = operator(heads, heads, heads, *bias, dropout_p=dropout)
+    assert recompute.may_run_twice(node) is (dropout == 0)
+
+
 @pytest.mark.parametrize(("dropout", "again"), [(0.0, True), (0.5, False)])
 def test_attention_runs_again_only_without_dropout(dropout: float, again: bool) -> None:
     """And without the state of the random generator, which PyTorch would save around what may draw numbers."""
@@ -248,6 +263,54 @@ def test_what_the_caller_may_change_is_not_computed_from(changed: str) -> None:
     with everything_recomputed() as groups:
         found = run(gradient, ours(IN_MEMORY, budget=1.0, recompute=True))
     assert groups[0] > 0
+    torch.testing.assert_close(found, run(gradient, stock("eager")))
+
+
+class Keeps(torch.autograd.Function):
+    """Keeps a tensor as an attribute of its context, which autograd does not check."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        ctx.kept = kept
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad * 2 * ctx.kept, None
+
+
+class KeepsResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.kept = x.sin()
+        return ctx.kept  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * (1 + ctx.kept)
+
+
+@pytest.mark.parametrize("kept_of", ["input", "output"])
+def test_what_autograd_does_not_check_is_not_computed_from(kept_of: str) -> None:
+    """The backward of a custom function reads what the caller has made of a tensor meanwhile, and nothing tells. What
+    others have computed from that tensor is still as it was."""
+
+    def of_input(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x, Keeps.apply(((x @ x.t()) * w).sin(), x)
+
+    def of_output(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = KeepsResult.apply(w)
+        return y, ((y.detach() @ y.detach().t()) * w).sin()
+
+    def gradient(compile: Compile) -> list[torch.Tensor | None]:
+        x, w = torch.randn(16, 16), torch.nn.Parameter(torch.randn(16, 16))
+        kept, result = compile(of_input if kept_of == "input" else of_output)(x, w)
+        kept.detach().mul_(3)
+        result.sum().backward()
+        return [w.grad]
+
+    with everything_recomputed():
+        found = run(gradient, ours(IN_MEMORY, recompute=True))
     torch.testing.assert_close(found, run(gradient, stock("eager")))
 
 

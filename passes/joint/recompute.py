@@ -225,8 +225,8 @@ def _clone(module: fx.GraphModule) -> fx.GraphModule:
 def price(partition: Partition, plan: Plan, *, saved: Collection[int] = ()) -> Plan:
     """Fill `plan.prices` for every group that can be computed again from saved tensors or from parameters.
 
-    Groups of the slots `saved` get no price.
-    The graph's outputs are no source: they are alive in the backward, but the caller may have written into them.
+    Groups of the slots `saved` get no price. What the caller may have written into meanwhile is a source only if it is
+    saved so that autograd would notice.
     Needs `plan.groups` and `plan.node_ms`.
     """
     assert plan.node_ms is not None
@@ -236,8 +236,10 @@ def price(partition: Partition, plan: Plan, *, saved: Collection[int] = ()) -> P
     slots: dict[int | None, int | None] = {storage_of(n): None for n in partition.saved}
     slots |= {storage_of(nodes[g.base]): g.slot for g in plan.groups}
     slots.pop(None, None)
-    callers = {storage_of(n) for n in partition.caller_inputs} - {None}  # sizes, which never change, have none
-    unstable = changed_inputs(partition.forward.graph) | (callers - slots.keys())
+    callers = {storage_of(n) for n in partition.caller_inputs}
+    callers |= {storage_of(n) for n in partition.caller_outputs} & slots.keys()  # others are computed again themselves
+    callers.discard(None)  # sizes, which never change
+    unstable = changed_inputs(partition.forward.graph) | (callers - partition.checked)
     exact = partition.once(compared)
     forward = _Forward(
         keys={n: storage_of(n) for n in nodes.values()},

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ssd_fx
 from ssd_fx.passes.decide import decide
-from tests.bitwise import Compile, assert_same_bits, ours, prove_bitwise, run
+from tests.bitwise import Compile, assert_same_bits, kept, ours, prove_bitwise, run
 from tests.passes import toys
 from tests.passes.recomputing import SLOW, everything_recomputed
 from tests.passes.rewrite.test_insert import nodes_of
@@ -170,3 +170,18 @@ def test_sizes_that_depend_on_data_are_kept() -> None:
 nonzero  0 B  keep  size depends on data: aten.nonzero.default  [squeeze]
 sigmoid  0 B  keep  size depends on data: aten.nonzero.default  [sigmoid]""",
         )
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_gradient_whose_size_depends_on_data(inner: str) -> None:
+    """Nothing is asked about the size of a row of chosen elements while the step is compiled."""
+
+    options = OPTIONS | {"inner": inner}
+
+    def gradient(compile: Compile) -> list[torch.Tensor | None]:
+        x = torch.randn(64, requires_grad=True)
+        compile(lambda x, chosen: (x.sin() * 2).exp()[chosen])(x, torch.rand(64) > 0.5).square().sum().backward()
+        return [x.grad]
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        prove_bitwise(gradient, [kept(options), ours(options)])

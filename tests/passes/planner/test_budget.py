@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ssd_fx
+from ssd_fx.passes import pipeline
 from ssd_fx.passes.decide import decide
 from tests.passes import toys
 
@@ -24,6 +26,20 @@ def with_loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def test_a_graph_whose_gradients_are_of_numbers_is_a_whole_step() -> None:
     assert toys.partitioned(with_loss, *toys.inputs()).is_whole_step
     assert not toys.partitioned(two_products, *toys.inputs()).is_whole_step
+
+
+def test_states_of_generators_are_no_gradients() -> None:
+    """The backward of a checkpoint gets them, to draw the same numbers again."""
+
+    def dropped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout((x @ w).relu(), 0.3).sin() @ w
+
+    def is_whole(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> bool:
+        partition = pipeline.joint_of(gm, inputs, kwargs).partition()
+        assert len(partition.bwd_placeholders.keys() - {n.name for n in partition.saved}) == 2, "a gradient and a state"
+        return partition.is_whole_step
+
+    assert toys.with_joint(lambda x, w: toys.checkpointed(dropped, {})(x, w).sum(), toys.inputs(), is_whole)
 
 
 def test_what_does_not_lower_the_peak_leaves_other_graphs_all_the_same() -> None:
