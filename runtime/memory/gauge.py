@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import weakref
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -60,6 +61,7 @@ class CpuGauge(Gauge):
 
     def __init__(self) -> None:
         self._elsewhere = self._small = self._libraries = 0
+        self._unseen = 0  # the peak of our allocator since the last look here, as far as other gauges took it
         self.look_around(for_tensors=True)
 
     def total_bytes(self) -> int:
@@ -73,11 +75,20 @@ class CpuGauge(Gauge):
         return CPU_ALLOCATOR.live_bytes + self._elsewhere + self._libraries
 
     def peak_bytes(self) -> int:
-        return CPU_ALLOCATOR.take_peak() + self._elsewhere + self._libraries
+        return self._take_peak() + self._elsewhere + self._libraries
 
     def begin(self) -> int:
-        CPU_ALLOCATOR.take_peak()
+        self._take_peak()
         return self.live_bytes()
+
+    def _take_peak(self) -> int:
+        """The peak of our allocator since the last look. The allocator then begins anew, so the others note it too."""
+        _cpu_gauges.add(self)  # here, under the lock of `entries`: reports make gauges without it, and ask for no peak
+        taken = CPU_ALLOCATOR.take_peak()
+        for each in _cpu_gauges:
+            each._unseen = max(each._unseen, taken)
+        peak, self._unseen = self._unseen, 0
+        return peak
 
     def look_around(self, *, for_tensors: bool) -> None:
         if for_tensors:
@@ -92,6 +103,10 @@ class CpuGauge(Gauge):
                     elsewhere.append(storage.nbytes())
         self._elsewhere = sum(elsewhere)
         self._small = sum(nbytes for nbytes in elsewhere if nbytes < LEAST)
+
+
+_cpu_gauges: weakref.WeakSet[CpuGauge] = weakref.WeakSet()
+"""Those that have asked for a peak: one for each option set with a limit of memory on the CPU."""
 
 
 def storages(classes: tuple[type, ...], device_type: str) -> dict[int, torch.UntypedStorage]:

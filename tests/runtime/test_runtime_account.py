@@ -255,6 +255,17 @@ def test_what_lives_on_the_cpu() -> None:
     assert gauge(CPU) is not None
 
 
+def test_two_accounts_see_the_same_peak() -> None:
+    """Two models under `memory` compute in turns, and the allocator begins its peak anew at each look."""
+    CPU_ALLOCATOR.install()
+    one, other = CpuGauge(), CpuGauge()
+    before = one.begin()
+    torch.empty(N)
+    other.begin()
+    assert one.peak_bytes() - before == MIB
+    assert one.peak_bytes() == before
+
+
 def test_without_the_allocator_nothing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPU_ALLOCATOR, "_library", None)
     assert gauge(CPU) is None
