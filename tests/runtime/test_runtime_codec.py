@@ -8,7 +8,9 @@ import torch
 
 from ssd_fx.runtime import codec, encoder, entries
 from ssd_fx.runtime.codec import bitpack, quantized
+from ssd_fx.runtime.codec.base import SLICE
 from ssd_fx.runtime.entries import lookup
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.stores import close_stores, get_store
@@ -90,6 +92,17 @@ def test_lossy_error(name, error, dtype):
     assert encoded.nbytes == -(-N // 128) * (128 + 4)
     assert codec.relative_error(x, out) < error
     assert codec.relative_error(x, out) > error / 4  # it is not exact either: the figure means something
+
+
+def test_the_error_is_measured_in_little_memory():
+    """The tensor lives meanwhile, and so do its encoded form and the decoded one: that is near the peak of a step."""
+    CPU_ALLOCATOR.install()
+    x, y = torch.randn(2, 8 * SLICE)
+    whole = float((x.double() - y.double()).norm() / x.double().norm())
+    CPU_ALLOCATOR.take_peak()
+    before = CPU_ALLOCATOR.live_bytes
+    assert codec.relative_error(x, y) == pytest.approx(whole)
+    assert CPU_ALLOCATOR.take_peak() - before < x.nbytes
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
