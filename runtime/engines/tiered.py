@@ -8,7 +8,6 @@ On the CPU a tensor is in host memory already; there `runtime/writer.py` leaves 
 
 import errno
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Engine, Extent, Memory, cut_short, outcome
@@ -135,11 +134,10 @@ class TieredEngine:
             self._drive.failed(extent.drive, error)
 
     def close(self) -> None:
-        with ExitStack() as closing:  # if one fails, or a Ctrl-C comes, the others are closed too
-            closing.callback(self._host.close)
-            closing.callback(self._drive.close)
-            for extent in list(self._moving):
-                self._stop(extent)
+        try:  # the tables stay as they are: the handles that still live, and other threads, free what is in them
+            self._drive.close()  # first: it ends what moves, which reads host memory
+        finally:
+            self._host.close()
 
     def _move(self, extent: TieredExtent) -> bool:
         """Moves an extent from host memory to the drive. False if that cannot begin now."""

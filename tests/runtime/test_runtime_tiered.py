@@ -14,7 +14,7 @@ from ssd_fx.runtime.engines.posix import PosixEngine
 from ssd_fx.runtime.engines.tiered import TieredEngine
 from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.stores import close_stores
-from tests.runtime.engines import DelayedEngine, FailingEngine, Wrapped, around
+from tests.runtime.engines import DelayedEngine, FailingEngine, LateWrite, Wrapped, around
 from tests.runtime.fake_gpu import ORDERS, installed
 from tests.runtime.harness import config_json, load, move, op, raw, release, settle
 
@@ -137,6 +137,22 @@ def test_death_while_moving(drive):
     for extent in extents:
         engine.free(extent)
     assert (engine.moving_bytes, engine.host_bytes) == (0, 0)
+
+
+def test_death_while_the_engine_closes(drive, monkeypatch):
+    """Closing waits without the lock for what moves, so that is when another thread frees it."""
+    engine = tiered(DelayedEngine(drive, 60, 60), room=B)
+    first, _ = put(engine, torch.randn(N)), put(engine, torch.randn(N))
+    cancel = LateWrite.cancel
+
+    def dies_meanwhile(write):
+        monkeypatch.setattr(LateWrite, "cancel", cancel)
+        engine.free(first)
+        return write.cancel()
+
+    monkeypatch.setattr(LateWrite, "cancel", dies_meanwhile)
+    engine.close()
+    assert (engine.moving_bytes, engine.host_bytes) == (0, B)
 
 
 def test_a_large_tensor_does_not_move_for_small_ones_while_others_move(drive):
