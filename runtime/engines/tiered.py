@@ -82,6 +82,8 @@ class TieredEngine:
 
     def _make_room(self, nbytes: int, tier: str) -> bool:
         """Whether host memory has room for `nbytes`. Moves older tensors on until it does."""
+        if nbytes > self._room:
+            return False
         while self.host_bytes - self.moving_bytes + nbytes > self._room:
             extent = self._next_to_move(tier)
             if extent is None or (self._moving and self.moving_bytes + extent.nbytes > self._cap):

@@ -176,6 +176,13 @@ def test_while_too_much_moves_new_tensors_go_to_the_drive(drive):
     assert engine.host_bytes == 3 * B
 
 
+def test_what_is_larger_than_the_tier_moves_nothing_on(drive):
+    engine = tiered(drive)
+    extents, _ = put_in(engine, ["host", "host"])
+    late = engine.alloc(3 * B, "host")
+    assert (late.host, settled(engine, extents)) == (None, "hh")
+
+
 @pytest.mark.parametrize("operation", ["alloc", "submit", "write"])
 def test_a_drive_that_fails_leaves_it_in_host_memory(drive, operation):
     failing = FailingEngine(drive, lambda op, count: op == operation, errno.EIO)
