@@ -127,7 +127,7 @@ class Chain:
         except OSError as error:
             self._error = error.with_traceback(None)  # its frames would keep the memory alive
         except RuntimeError as error:  # torch's, of a device
-            self._error = OSError(errno.EIO, f"a copy between device and host memory failed: {error}")
+            self._error = OSError(errno.EFAULT, f"a copy between device and host memory failed: {error}")
 
     def done(self) -> bool:
         if self._followed is None or not self._followed.done():
