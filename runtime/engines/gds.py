@@ -80,7 +80,7 @@ class GdsEngine(PosixEngine):
             closing.callback(super().close)
             closing.callback(self._give_lanes_back)
             closing.callback(self._queued.clear)
-            for transfer in self._queued:
+            for transfer in list(self._queued):  # another thread may see one end
                 closing.callback(transfer.cancel)
 
     def device_transfer(self, write: bool, extent: FileExtent, memory: Memory) -> Completion:

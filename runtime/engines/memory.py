@@ -134,5 +134,5 @@ class MemoryEngine:
             closing.callback(self._sides.close)
             for moving in self._moving.values():
                 closing.callback(moving.clear)
-                for copy, _ in moving:
+                for copy, _ in list(moving):  # another thread may see one end
                     closing.callback(copy.cancel)

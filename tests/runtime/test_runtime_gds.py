@@ -368,6 +368,22 @@ def test_an_error_of_the_gpu_leaves_nothing_open(stub, gpu, tmp_path, monkeypatc
     gpu.violations.clear()  # the file was closed under a transfer, as after such an error it may be
 
 
+def test_another_thread_sees_a_transfer_end_while_the_engine_closes(stub, tmp_path):
+    engine = registry.make_engine(options(tmp_path))
+
+    class Ending:
+        """A transfer that another thread takes out of the table just when it is looked at."""
+
+        @property
+        def cancel(self):
+            engine._queued.pop(self)
+            return lambda: True
+
+    engine._queued |= {Ending(): ([], [], []) for _ in range(2)}
+    engine.close()
+    assert [file.fd for file in engine.drives.files] == [-1]
+
+
 def test_two_directories(stub, gpu, tmp_path):
     """A small tensor goes to one of them, a large one to both."""
     dirs = directories(tmp_path, 2)
