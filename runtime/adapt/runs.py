@@ -11,7 +11,9 @@ All methods run under `entries.GUARD.lock`.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ssd_fx.runtime.adapt.habits import Habits
 from ssd_fx.runtime.states import Entry
@@ -51,7 +53,7 @@ class Runs:
         self._current: dict[str, Run] = {}  # the latest run of each graph
         self._runs: dict[int, Run] = {}  # the runs of this step that have something waiting, by number
         self._begun = 0  # runs of this step
-        self._order: list[_Key] = []  # the runs of this step, as their backwards came
+        self._order = deque[_Key](maxlen=OLD)  # the runs of this step, as their backwards came; a step may never end
         self._next: dict[_Key, _Key] = {}  # the run that followed each one in the last step
         self._slots: dict[str, dict[int, int]] = {}  # the place of each slot in the last backward of each graph
 
@@ -139,8 +141,7 @@ class Runs:
         self._runs.pop(run.number, None)
         run.going.clear()
         if not self._runs:  # the step is over
-            self._next = dict(zip(self._order, self._order[1:], strict=False))
-            self._order = []
+            self._next, self._order = dict(pairwise(self._order)), deque[_Key](maxlen=OLD)
             self._begun = 0
 
     def _successor(self, run: Run) -> Run | None:

@@ -507,6 +507,18 @@ def test_a_graph_that_never_ends_does_not_stop_the_learning(tmp_path, monkeypatc
     assert (load(kept[0][0], torch.empty(N), consume=False) == 0).all()
 
 
+def test_steps_that_overlap_are_not_remembered_for_ever(tmp_path, monkeypatch):
+    """Each forward begins before the backward before it ends, as where a batch is prepared ahead. So no step ends."""
+    monkeypatch.setattr("ssd_fx.runtime.adapt.runs.OLD", 8)
+    config = config_json(tmp_path)
+    steps = Steps(config, blocks=1)
+    last = steps.forward()
+    for _ in range(20):
+        last, before = steps.forward(), last
+        steps.backward(before, [0])
+    assert len(get_store(config).runs._order) == 8
+
+
 @pytest.mark.parametrize("limits", [{"budget": 1 << 30}, {"memory": 1 << 40}], ids=["budget", "memory"])
 @pytest.mark.parametrize("what", ["store", "release", "load", "death"])
 def test_no_signal_stops_the_learning(tmp_path, what, limits):
