@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ssd_fx.runtime.engines import registry
+from ssd_fx.runtime.engines import extents
 from ssd_fx.runtime.step_clock import StepClock
 from ssd_fx.runtime.wear import DAY_S, rated_days, wear
 
@@ -269,7 +269,7 @@ def stats() -> Stats:
         **{name: sum(getattr(c, name) for c in graphs.values()) for name in _SUMMED},
         steps=clock.steps,
         encoding_error=max((c.encoding_error for c in graphs.values()), default=0.0),
-        disk_bytes=registry.disk_bytes(),
+        disk_bytes=extents.disk_bytes(),
         drive_bytes_s=clock.bytes_s(),
         step_s=clock.step_s(),
         graphs={name: _snapshot(c) for name, c in graphs.items()},

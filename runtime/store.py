@@ -16,8 +16,8 @@ from ssd_fx.runtime.adapt.residency import Peak, Residency
 from ssd_fx.runtime.adapt.runs import Runs
 from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.device.arrival import Arrival
-from ssd_fx.runtime.engines import base, registry
-from ssd_fx.runtime.engines.base import outcome
+from ssd_fx.runtime.engines import base
+from ssd_fx.runtime.engines.base import Engine, outcome
 from ssd_fx.runtime.entries import GUARD
 from ssd_fx.runtime.layout import TensorMeta, dense_form, is_alone, is_parameter
 from ssd_fx.runtime.memory import tensors
@@ -33,10 +33,13 @@ now = time.perf_counter
 
 
 class Store:
-    """Stores and loads the tensors of all graphs with one configuration, through one engine."""
+    """Stores and loads the tensors of all graphs with one configuration, through one engine.
 
-    def __init__(self, config: Options) -> None:
-        self.engine, resident_bytes = registry.make_tiers(config, stats.moved)
+    `resident_bytes`: the bytes that may be resident before they go to the engine.
+    """
+
+    def __init__(self, config: Options, engine: Engine, resident_bytes: int) -> None:
+        self.engine = engine
         self.device = torch.device("cpu")  # of the tensor that was stored last
         self._config = config
         self._ranks = config.ranks.count

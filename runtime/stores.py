@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from ssd_fx.options import Options
-from ssd_fx.runtime import entries
+from ssd_fx.runtime import entries, stats
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.deaths import before_work, janitor, when_idle
 from ssd_fx.runtime.device import clock, cuda_driver, device_trace, streams
@@ -30,9 +30,20 @@ def get_store(config: str) -> Store:
     found = stores.get(parsed)
     if found is None:
         with GUARD.lock:
-            found = stores.get(parsed) or stores.setdefault(parsed, Store(parsed))
+            found = stores.get(parsed) or _make(parsed)
         janitor()  # this thread follows up the death of the store's last graph
     return found
+
+
+def _make(config: Options) -> Store:
+    """The new store of a configuration. Raises: as `get_store`."""
+    engine = registry.make_engine(config)
+    try:
+        return stores.setdefault(config, Store(config, *registry.make_tiers(config, engine, stats.moved)))
+    except BaseException:  # Ctrl-C: else its threads and its file would stay
+        stores.pop(config, None)
+        engine.close()
+        raise
 
 
 def forward_begins() -> None:
@@ -117,7 +128,6 @@ def _after_fork() -> None:
     if events or any(streams.of(store.device) for store in inherited):
         _inherited.extend((inherited, held, events))
     stores.clear()
-    registry.forget_engines()
 
 
 def _at_exit() -> None:

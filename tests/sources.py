@@ -117,7 +117,7 @@ _now = _Switch()
 class SwitchedEngine:
     """An engine in memory, and a host tier before it; which one has an extent is settled when it is allocated."""
 
-    name, devices, disk_bytes = ENGINE, frozenset({"cpu"}), 0
+    name, devices = ENGINE, frozenset({"cpu"})
 
     def __init__(self) -> None:
         self._drive = MemoryEngine()

@@ -107,10 +107,6 @@ class Engine(Protocol):
         Not called for `NOT_OF_THE_DRIVE`.
         """
 
-    @property
-    def disk_bytes(self) -> int:
-        """The space that the engine holds on disk."""
-
     def close(self) -> None:
         """Ends all transfers. The engine must not be used afterwards."""
 

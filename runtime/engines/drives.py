@@ -76,10 +76,6 @@ class Drives:
         self.live_bytes = [0] * len(files)
         self._under_way = under_way
 
-    @property
-    def disk_bytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
-
     def alloc(self, nbytes: int) -> list[Piece]:
         """Room for a tensor of `nbytes`. Raises: OSError if there is none."""
         drives = [0]
@@ -126,20 +122,6 @@ class Drives:
         with ExitStack() as closing:  # if one fails, or a Ctrl-C comes, the others are closed too
             for file in self.files:
                 closing.callback(file.close)
-
-
-def open_files(directories: Sequence[str], make: Callable[[str], BackingFile]) -> list[BackingFile]:
-    """The file that `make` makes for each directory.
-
-    Raises: what `make` raises, after the files made before are closed.
-    """
-    made: list[BackingFile] = []
-    with ExitStack() as closing:
-        for directory in directories:
-            made.append(make(directory))
-            closing.callback(made[-1].close)
-        closing.pop_all()
-    return made
 
 
 def stripes(drives: Sequence[int], nbytes: int) -> list[tuple[int, int, int]]:

@@ -37,7 +37,6 @@ class MemoryEngine:
     """
 
     name = "memory"
-    disk_bytes = 0
 
     def __init__(self, ranks: int = 1) -> None:
         self.devices = frozenset({"cpu", "cuda", streams.accelerator() or "cuda"})

@@ -24,7 +24,7 @@ import torch
 
 from ssd_fx.runtime.device import cuda_driver
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Completion, Extent, Memory, not_readable
-from ssd_fx.runtime.engines.drives import Drives, FileExtent, Piece, open_files
+from ssd_fx.runtime.engines.drives import Drives, FileExtent, Piece
 from ssd_fx.runtime.engines.extents import STEP, BackingFile, Opened
 from ssd_fx.runtime.engines.preflight import check_directory
 from ssd_fx.runtime.memory.buffers import Buffer
@@ -166,15 +166,16 @@ class PosixEngine:
         self._cuda = cuda
         self._devices: dict[int, cuda_driver.Device] = {}  # the C code has pointers to these
 
-        def made(directory: str) -> BackingFile:
-            check_directory(directory, allow_tmpfs)
-            return BackingFile(str(Path(directory)), step, limit, opened)
-
-        self.drives = Drives(open_files(directories, made), self.under_way)
+        files: list[BackingFile] = []
         try:
-            self._pool = loader.make_pool(len(directories), threads)
-        except BaseException:  # no thread could be started
-            self.drives.close()
+            for directory in directories:
+                check_directory(directory, allow_tmpfs)
+                files.append(BackingFile(str(Path(directory)), step, limit, opened))
+            self.drives = Drives(files, self.under_way)
+            self._pool = loader.make_pool(len(directories), threads)  # last: nobody closes it if more fails
+        except BaseException:  # a directory of no use, no threads, Ctrl-C
+            for file in files:
+                file.close()
             raise
 
     def on_device(self, device: torch.device) -> bool:
@@ -184,10 +185,6 @@ class PosixEngine:
     def under_way(self) -> list[int]:
         """The bytes that each drive was given and has not moved yet."""
         return self._pool.under_way()
-
-    @property
-    def disk_bytes(self) -> int:
-        return self.drives.disk_bytes
 
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
         return FileExtent(nbytes, self.drives.alloc(nbytes))

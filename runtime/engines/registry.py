@@ -1,9 +1,8 @@
-"""The engines by name, and those that this process has made."""
+"""The engines by name."""
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -53,20 +52,16 @@ ENGINES: dict[str, Callable[[Options], Engine]] = {
     **{name: functools.partial(gds.make, forced=forced) for name, forced in _GDS.items()},
 }
 
-_made: list[weakref.ref[Engine]] = []
 
+def make_tiers(config: Options, engine: Engine, moved: Callable[[int], None]) -> tuple[Engine, int]:
+    """The engine of `config` with a tier before it, if it has one, and the bytes that may be resident before they go to
+    it.
 
-def make_tiers(config: Options, moved: Callable[[int], None]) -> tuple[Engine, int]:
-    """The engine of `config`, and the bytes that may be resident before they go to it.
-
-    `moved` is called with the bytes that have moved from the tier in host memory to the drive.
+    `engine`: of `make_engine`. `moved` is called with the bytes that have moved from the tier to it.
 
     On a device with memory of its own `host_budget` is the room of a tier to which tensors are copied. On the CPU
     tensors are in host memory already, so `host_budget` adds to the bytes that may be resident.
-
-    Raises: what `make_engine` raises.
     """
-    engine = make_engine(config)
     has_memory = torch.accelerator.is_available() and streams.accelerator() in engine.devices
     if not (config.host_budget and has_memory):
         return engine, config.resident + config.host_budget
@@ -81,16 +76,4 @@ def make_engine(config: Options) -> Engine:
     """
     if config.engine not in ENGINES:
         raise ValueError(f"unknown engine {config.engine!r}; known are {sorted(ENGINES)}")
-    engine = ENGINES[config.engine](config)
-    _made[:] = [*(made for made in _made if made()), weakref.ref(engine)]
-    return engine
-
-
-def disk_bytes() -> int:
-    """The space on disk that the engines of this process hold. Closed engines hold none."""
-    return sum(engine.disk_bytes for made in list(_made) if (engine := made()))
-
-
-def forget_engines() -> None:
-    """In the child of a fork: the files of the parent's engines no longer count."""
-    _made.clear()
+    return ENGINES[config.engine](config)

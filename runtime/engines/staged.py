@@ -34,11 +34,11 @@ class StagedEngine(PosixEngine):
             RuntimeWarning,
             stacklevel=2,
         )
-        super().__init__(*directories, **options)
         self.devices = PosixEngine.devices | {device}
         self._sides = streams.SideStreams()
         self._writes = ThreadPoolExecutor(1, "ssd_fx-staged")  # two threads, so that no load waits for stores
         self._reads = ThreadPoolExecutor(1, "ssd_fx-staged")
+        super().__init__(*directories, **options)
 
     def on_device(self, device: torch.device) -> bool:
         return streams.of(device) is not None

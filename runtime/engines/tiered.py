@@ -62,10 +62,6 @@ class TieredEngine:
         self.host_bytes = 0  # those moving included
         self.moving_bytes = 0
 
-    @property
-    def disk_bytes(self) -> int:
-        return self._drive.disk_bytes
-
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
         """Room on the drive for `tier` "ssd"; else in host memory, if the oldest there can move on for it.
 

@@ -71,10 +71,6 @@ class Switched:
     def failed(self, extent: Extent, error: OSError) -> None:
         self._of[extent].failed(extent, error)
 
-    @property
-    def disk_bytes(self) -> int:
-        return sum(engine.disk_bytes for engine in self._made.values())
-
     def close(self) -> None:
         with ExitStack() as closing:
             for engine in self._made.values():

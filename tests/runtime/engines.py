@@ -48,10 +48,6 @@ class Wrapped:
         self.name = f"{type(self).__name__}({inner.name})"
         self.refused: list[int | None] = []  # errno; an exception would keep its frames alive
 
-    @property
-    def disk_bytes(self) -> int:
-        return self.inner.disk_bytes
-
     def alloc(self, nbytes: int, tier: str = "") -> Extent:
         return self.inner.alloc(nbytes, tier)
 

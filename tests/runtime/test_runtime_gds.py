@@ -21,7 +21,7 @@ from ssd_fx import cli
 from ssd_fx.options import Options
 from ssd_fx.runtime import stats
 from ssd_fx.runtime.device import streams
-from ssd_fx.runtime.engines import cufile, gds, registry
+from ssd_fx.runtime.engines import cufile, extents, gds, registry
 from ssd_fx.runtime.engines.base import Memory
 from ssd_fx.runtime.engines.drives import STRIPE
 from ssd_fx.runtime.entries import lookup
@@ -362,7 +362,7 @@ def test_an_error_of_the_gpu_leaves_nothing_open(stub, gpu, tmp_path, monkeypatc
         broken.setattr(FakeEvent, "synchronize", fail)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             engine.close()
-    assert registry.disk_bytes() == 0
+    assert extents.disk_bytes() == 0
     assert (kvikio_file.closed, engine._pool._closed) == (True, True)
     gpu.finish()
     gpu.violations.clear()  # the file was closed under a transfer, as after such an error it may be
@@ -430,7 +430,7 @@ def test_tensors_of_both_kinds_are_within_the_limit(gpu, stub, tmp_path):
         move(engine.write(engine.alloc(10 << 20), Memory.of(torch.empty(10 << 20, dtype=torch.uint8))))
     with pytest.warns(RuntimeWarning, match="keeps"), pytest.raises(OSError, match=f"disk_limit is {limit} B"):
         engine.alloc(limit - (1 << 20))
-    assert 10 << 20 <= registry.disk_bytes() <= limit
+    assert 10 << 20 <= extents.disk_bytes() <= limit
     engine.close()
 
 

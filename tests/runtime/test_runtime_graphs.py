@@ -12,8 +12,12 @@ import torch
 from ssd_fx.runtime import entries, graphs
 from ssd_fx.runtime import store as store_module
 from ssd_fx.runtime.config import parse
+from ssd_fx.runtime.device import streams
+from ssd_fx.runtime.engines import posix
+from ssd_fx.runtime.engines.extents import BackingFile
+from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.stores import close_stores, forward_begins, get_store, stores
-from tests.runtime.harness import config_json, load, raw, settle, store
+from tests.runtime.harness import config_json, everywhere, load, raw, settle, store
 
 
 def graph(config: str) -> Callable[[], None]:
@@ -110,6 +114,31 @@ def test_a_store_that_cannot_end_leaves_no_other_open(tmp_path, monkeypatch):
                 close_stores()
         engines[broken].close()
         assert [engine._pool._closed for engine in engines] == [True, True]
+
+
+def test_a_ctrl_c_while_a_store_is_made_leaves_nothing_open(tmp_path, monkeypatch):
+    """Its threads and its file would stay until the process ends. Here the store has a tier in host memory, too."""
+    monkeypatch.setattr(streams, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    config, pools, files = config_json(tmp_path, host_budget=1 << 20), [], []
+
+    def noted(make, made):
+        def call(*arguments):
+            found = make(*arguments)
+            made.append(found)
+            return found
+
+        return call
+
+    monkeypatch.setattr(loader, "make_pool", noted(loader.make_pool, pools))
+    monkeypatch.setattr(posix, "BackingFile", noted(BackingFile, files))
+    get_store(config)  # the library is loaded but once
+    close_stores()
+    for at, strike in everywhere():
+        strike(lambda: get_store(config))
+        close_stores()
+        assert all(pool._closed for pool in pools), at
+        assert all(file.fd < 0 for file in files), at
 
 
 def test_others_go_on_while_engines_close(tmp_path, monkeypatch):

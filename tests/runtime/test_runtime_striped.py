@@ -167,7 +167,7 @@ def test_directories_get_about_the_same(engine_on):
     live = [engine.alloc(int(2 ** rng.uniform(10, 24))) for _ in range(200)]
     assert sum(drives.live_bytes) == sum(extent.nbytes for extent in live)
     assert max(drives.live_bytes) - min(drives.live_bytes) < 2 * STRIPE
-    assert engine.disk_bytes == sum(file.nbytes for file in drives.files) >= sum(drives.live_bytes)
+    assert sum(file.nbytes for file in drives.files) >= sum(drives.live_bytes)
     for extent in live:
         engine.free(extent)
     assert drives.live_bytes == [0, 0, 0]
