@@ -83,20 +83,14 @@ def end_unused(config: Options, when_left: Callable[[], None]) -> None:
     the death of each entry.
     """
     GUARD.drain()
-    with GUARD.lock:
+    with ExitStack() as closing, GUARD.lock:
         store = stores.get(config)
         if store is None:
             return
         if entries.of(store):
             store.when_left = when_left
             return
-        del stores[config]  # first, as in `_end`
-        try:
-            store.end()
-        except BaseException:
-            store.close()
-            raise
-    store.close()  # without the lock
+        _end(config, closing)
     if not stores:
         CPU_ALLOCATOR.trim()
 
@@ -111,9 +105,13 @@ def close_stores() -> None:
 
 
 def _end(config: Options, closing: ExitStack) -> None:
-    store = stores.pop(config)  # first: whatever interrupts the end, no later step finds a store that writes nothing
-    closing.callback(store.close)
-    store.end()
+    """Ends a store, which closes with `closing`, without the lock."""
+    store = stores[config]
+    del stores[config]  # first: whatever interrupts the end, no later step finds a store that writes nothing
+    try:
+        store.end()
+    finally:
+        closing.callback(store.close)
 
 
 _inherited: list[object] = []

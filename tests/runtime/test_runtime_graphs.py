@@ -16,7 +16,7 @@ from ssd_fx.runtime.device import streams
 from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.extents import BackingFile
 from ssd_fx.runtime.native import loader
-from ssd_fx.runtime.stores import close_stores, forward_begins, get_store, stores
+from ssd_fx.runtime.stores import close_stores, end_unused, forward_begins, get_store, stores
 from tests.runtime.harness import config_json, everywhere, load, raw, settle, store
 
 
@@ -139,6 +139,21 @@ def test_a_ctrl_c_while_a_store_is_made_leaves_nothing_open(tmp_path, monkeypatc
         close_stores()
         assert all(pool._closed for pool in pools), at
         assert all(file.fd < 0 for file in files), at
+
+
+@pytest.mark.parametrize(
+    "end", [lambda _: close_stores(), lambda config: end_unused(config, print)], ids=["all", "unused"]
+)
+def test_a_ctrl_c_leaves_no_store_that_nobody_closes(tmp_path, monkeypatch, end):
+    """It closes, or it stays in the table, where the next call finds it."""
+    config, closed = config_json(tmp_path), []
+    monkeypatch.setattr(store_module.Store, "close", lambda store: closed.append(store))
+    for at, strike in everywhere():
+        engine = get_store(config).engine
+        strike(lambda: end(parse(config)))
+        close_stores()
+        assert [store.engine for store in closed] == [engine], at
+        closed.pop().engine.close()
 
 
 def test_others_go_on_while_engines_close(tmp_path, monkeypatch):
