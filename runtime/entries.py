@@ -116,10 +116,10 @@ def _bury(number: int) -> None:
     entry = None if _closed else _entries.get(number)
     if entry is not None:
         entry.store.release(entry)
-        del _entries[number]  # after the release: one that a signal ended early is done again
         when_left = entry.store.when_left  # `keep_open` may clear it meanwhile
         if when_left:
             when_left()
+        del _entries[number]  # last: what a signal ended early is done again
 
 
 GUARD: Guard[int] = Guard(_bury)

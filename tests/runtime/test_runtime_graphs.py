@@ -58,6 +58,22 @@ def test_a_handle_keeps_it(tmp_path):
     assert has_ended(config)
 
 
+def test_it_ends_though_a_ctrl_c_comes_when_the_last_handle_dies(tmp_path):
+    config = config_json(tmp_path)
+    for at, strike in everywhere():
+        only, handles = graph(config), [store(torch.randn(8), config)]
+        settle(handles[0])
+        del only
+        assert not has_ended(config)
+
+        def die(handles=handles):
+            handles.clear()
+            entries.GUARD.drain()
+
+        strike(die)
+        assert has_ended(config), at
+
+
 def test_a_graph_that_came_meanwhile_keeps_it(tmp_path):
     config = config_json(tmp_path)
     first = graph(config)
