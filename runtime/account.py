@@ -59,8 +59,8 @@ class Account:
     ) -> None:
         global _hooked
         if not _hooked:
-            _hooked = True
             register_optimizer_step_post_hook(_note_step)
+            _hooked = True
         self._memory = memory
         self._ranks = ranks
         self._held = held

@@ -109,7 +109,7 @@ def janitor() -> _Queue:
         _started = True  # before it starts: other threads may ask meanwhile
         try:
             threading.Thread(target=_follow_up, args=(_wake,), daemon=True, name="ssd_fx-janitor").start()
-        except RuntimeError:  # no thread can be started now: the next call tries again
+        except BaseException:  # no thread can be started now, or a Ctrl-C: the next call tries again
             _started = False
             raise
     return _wake

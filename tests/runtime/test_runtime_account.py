@@ -380,5 +380,22 @@ def test_an_optimizer_s_step_is_noticed() -> None:
     assert account._optimizer_steps == before + 1
 
 
+def test_a_ctrl_c_while_the_first_account_is_made_leaves_the_hook_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = []
+
+    def register(hook: object) -> None:
+        registered.append(hook)
+        if len(registered) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(account, "register_optimizer_step_post_hook", register)
+    monkeypatch.setattr(account, "_hooked", False)
+    with pytest.raises(KeyboardInterrupt):
+        account.Account("1", 1, int, int, print)
+    for _ in range(2):
+        account.Account("1", 1, int, int, print)
+    assert len(registered) == 2
+
+
 def test_the_config_takes_it() -> None:
     assert parse('{"memory":"auto"}').memory == "auto"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ssd_fx.runtime import entries, graphs
+from ssd_fx.runtime import deaths, entries, graphs
 from ssd_fx.runtime import store as store_module
 from ssd_fx.runtime.config import parse
 from ssd_fx.runtime.device import streams
@@ -187,6 +187,28 @@ def test_others_go_on_while_engines_close(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "close", closes)
     close_stores()
     assert went_on == [True]
+
+
+def test_a_ctrl_c_while_the_janitor_starts_leaves_it_to_the_next(monkeypatch):
+    """Without one nothing follows up a death where no op runs."""
+    started = []
+
+    class Thread:
+        def __init__(self, **_):
+            return
+
+        def start(self):
+            started.append(self)
+            if len(started) == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(deaths, "threading", SimpleNamespace(Thread=Thread))
+    monkeypatch.setattr(deaths, "_started", False)
+    with pytest.raises(KeyboardInterrupt):
+        deaths.janitor()
+    for _ in range(2):
+        deaths.janitor()
+    assert len(started) == 2
 
 
 def test_an_operator_in_a_signal_handler_that_interrupted_us(tmp_path):
