@@ -25,7 +25,10 @@ def inflight_bytes(device: torch.device) -> int:
 
 
 class CopiesInVain:
-    """Copies on streams whose tensors were given away or died meanwhile. Nobody else gets the memory that they read."""
+    """Copies on streams whose tensors were given away or died meanwhile. Nobody else gets the memory that they read.
+
+    All methods but `wait` run under the lock of `entries`.
+    """
 
     def __init__(self) -> None:
         self._row: list[_InVain] = []
@@ -63,11 +66,10 @@ class CopiesInVain:
         for each in [each for each in row if each.is_ours_alone() and each.copy.follow(each.stream)]:
             row.remove(each)
 
-    def end(self) -> None:
-        """Returns when all copies have ended."""
-        for each in self._row:
+    def wait(self) -> None:
+        """Returns when all copies have ended. Called without the lock: another thread may let go of some meanwhile."""
+        for each in list(self._row):
             each.copy.cancel()
-        self._row.clear()
 
 
 class _InVain(NamedTuple):

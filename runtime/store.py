@@ -334,7 +334,9 @@ class Store:
         try:
             self.engine.close()
         finally:
-            self.writer.in_vain.end()
+            self.writer.in_vain.wait()
+            with GUARD.lock:
+                self.writer.in_vain.let_go()
 
     def _account(self, config: Options) -> Account:
         writer, ranks = self.writer, config.ranks.count

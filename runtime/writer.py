@@ -228,7 +228,7 @@ class Writer:
     def end(self) -> None:
         """Ends all writes for good. What was being written stays in memory, even if its write had just ended.
 
-        What was copied in vain is held until `in_vain.end`.
+        What was copied in vain is held until it has ended (`Store.close`).
         """
         self._ended = True
         for entry in list(self._ledger.writing):

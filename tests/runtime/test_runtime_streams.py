@@ -168,6 +168,31 @@ def test_given_away_and_overwritten_while_being_written(gpu, config):
     assert gpu.bytes_of(load(second, others)) == raw(others)
 
 
+def test_copies_in_vain_are_let_go_while_their_store_waits_for_them():
+    """It waits without the lock, and another thread sees each end. None may be left out."""
+    in_vain, waited = inflight.CopiesInVain(), []
+
+    class Ending:
+        over = False
+
+        def done(self):
+            return self.over
+
+        def follow(self, stream):
+            return False
+
+        def cancel(self):
+            self.over = True
+            waited.append(self)
+            in_vain.let_go()
+
+    copies = [Ending() for _ in range(3)]
+    for copy in copies:
+        in_vain.add(copy, torch.empty(1).untyped_storage(), 4, None)
+    in_vain.wait()
+    assert waited == copies
+
+
 @LATE
 def test_memory_of_a_copy_in_vain_goes_back_behind_it(gpu):
     """When the backward has dropped it, at our next node: the host is ahead, and will see the copy's end much later."""
