@@ -27,7 +27,7 @@ class Prefetcher:
     """
 
     def __init__(
-        self, reader: Reader, ledger: Ledger, runs: Runs, window: int, spare: Callable[[], int], budget: int = 0
+        self, reader: Reader, ledger: Ledger, runs: Runs, window: int, spare: Callable[[], int], budget: int
     ) -> None:
         self._budget = budget
         self._reader = reader

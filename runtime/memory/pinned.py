@@ -11,7 +11,6 @@ more than `SHARE` of what its machine or container would have free without that,
 from __future__ import annotations
 
 import errno
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -72,13 +71,13 @@ class Piece:
         self.tensor = place.memory
 
     def __del__(self) -> None:
-        self._back.append(self._place)  # no lock: a garbage collection may come while this thread has it
+        self._back.append(self._place)  # any thread may come here, in a garbage collection too
 
 
 class Pinned:
     """The chunks near a device of one of `ranks` processes.
 
-    `let_go`: called if no piece of a size is free; it may drop some.
+    `let_go`: called if no piece of a size is free; it may drop some. `take` is called by one thread at a time.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class Pinned:
         self._let_go = let_go
         self._chunks: list[_Chunk] = []
         self._back: dict[int, deque[_Place]] = {}  # by size, the pieces that came back
-        self._lock = threading.Lock()
         self._no_growth = Pause()
 
     @property
@@ -115,14 +113,13 @@ class Pinned:
 
     def _find(self, size: int, back: deque[_Place]) -> _Place:
         """A place that has come back meanwhile, or is cut from a chunk."""
-        with self._lock:
-            self._let_go()
-            if back:
-                return back.pop()
-            if found := self._cut(size):
-                return found
-            self._join()
-            return self._cut(size) or self._grow(size)
+        self._let_go()
+        if back:
+            return back.pop()
+        if found := self._cut(size):
+            return found
+        self._join()
+        return self._cut(size) or self._grow(size)
 
     def _cut(self, size: int) -> _Place | None:
         for chunk in self._chunks:
