@@ -229,7 +229,7 @@ void req_start(Request *r, void *event) {
 
 int req_state(Request *r) { return atomic_load(&r->state); }
 
-/* The state, after at most `timeout_ms`. A negative timeout waits until the request is final. */
+/* The state, after at most `timeout_ms`. */
 int req_wait(Request *r, int timeout_ms) {
     Pool *p = r->pool;
     struct timespec until;
@@ -239,10 +239,8 @@ int req_wait(Request *r, int timeout_ms) {
     until.tv_nsec += (long)(timeout_ms % 1000) * 1000000L;
     if (until.tv_nsec >= 1000000000L) { until.tv_sec++; until.tv_nsec -= 1000000000L; }
     pthread_mutex_lock(&p->lock);
-    while (atomic_load(&r->state) == PENDING) {
-        if (timeout_ms < 0) pthread_cond_wait(&p->finished, &p->lock);
-        else if (pthread_cond_timedwait(&p->finished, &p->lock, &until) == ETIMEDOUT) break;
-    }
+    while (atomic_load(&r->state) == PENDING)
+        if (pthread_cond_timedwait(&p->finished, &p->lock, &until) == ETIMEDOUT) break;
     pthread_mutex_unlock(&p->lock);
     return atomic_load(&r->state);
 }

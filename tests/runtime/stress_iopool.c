@@ -35,7 +35,7 @@ static unsigned next(unsigned *seed) { return *seed = *seed * 1664525u + 1013904
 static void finish_somehow(Request *r, unsigned choice) {
     switch (choice % 5) {
     case 0: while (req_state(r) == PENDING) sched_yield(); break;
-    case 1: req_wait(r, -1); break;
+    case 1: while (req_wait(r, 100) == PENDING) {} break;
     case 2: while (req_wait(r, 1) == PENDING) {} break;
     case 3: req_cancel(r); break;
     default: req_wait(r, 1); req_cancel(r);
