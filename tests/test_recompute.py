@@ -391,6 +391,19 @@ def test_an_input_that_is_not_saved_has_no_price() -> None:
     assert toys.with_joint(loss_of, (x.detach(), torch.nn.Parameter(w.detach())), priced) == {"sigmoid"}
 
 
+@pytest.mark.parametrize("checked", [True, False])
+def test_what_is_made_of_an_input_has_a_price_if_autograd_checks_that(checked: bool) -> None:
+    """Both save `x` and a product of it. The caller may have written into `x` before the backward."""
+
+    def loss_of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ x.t()) * w
+        return (y @ x).sin().sum() if checked else Keeps.apply(y, x).sum()
+
+    x, w = toys.inputs()
+    found = toys.with_joint(loss_of, (x.detach(), torch.nn.Parameter(w.detach())), priced)
+    assert ("mm" in found) is checked
+
+
 def test_what_depends_on_a_parameter_that_changes_has_no_price() -> None:
     """Such as one that is clamped behind its use. `tanh` could be computed from its old value, if that were saved."""
 

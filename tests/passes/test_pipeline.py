@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from ssd_fx.passes import candidates, pipeline, proposals
 from ssd_fx.passes.candidates import Candidate
 from ssd_fx.passes.joint.layers import Between
 from ssd_fx.passes.joint.recompute import CutError
-from ssd_fx.passes.partition import Partition, fingerprint
+from ssd_fx.passes.partition import NOT_CHECKED, Partition, fingerprint
 from ssd_fx.passes.plan import Limits, Plan, Recompute
 from ssd_fx.passes.planner.solve import BudgetError
 from tests.passes import toys
@@ -100,6 +101,19 @@ def saving(*inputs: str) -> Partition:
             node.meta["val"] = torch.empty(4)
     graph.output(tuple(nodes[name] for name in inputs))
     return Partition(fx.GraphModule({}, graph), _exchanges(()), 0, frozenset(nodes), frozenset())
+
+
+def reading(*readers: str, checked: bool = False) -> Partition:
+    """Saves the input `x`, which nodes of these names read in the backward. `checked`: by autograd."""
+    partition = saving("x")
+    partition.saved[0].meta[NOT_CHECKED] = not checked
+    backward = fx.Graph()
+    received = backward.placeholder("x")
+    with FakeTensorMode():
+        received.meta["val"] = torch.empty(4)
+    made = [backward.create_node("call_function", torch.ops.aten.sin.default, (received,), name=n) for n in readers]
+    backward.output(tuple(made))
+    return replace(partition, backward=fx.GraphModule({}, backward))
 
 
 def joint_of(first: Partition, again: Partition) -> mock.Mock:
@@ -209,6 +223,19 @@ def test_a_partition_that_reads_more_of_the_callers_is_not_planned(inputs: str, 
     again = saving(*inputs)
     found = candidates.cut_so(joint_of(first.partition, again), first, frozenset(), proposal)  # type: ignore[arg-type]
     assert found is (again if planned else None)
+
+
+@pytest.mark.parametrize(
+    ("again", "taken"),
+    [(reading("a"), True), (reading(), True), (reading("a", "b"), False), (reading("a", checked=True), False)],
+    ids=["as it does", "nowhere", "elsewhere too", "checked"],
+)
+def test_a_partition_reads_what_nobody_checks_where_pytorchs_own_does(again: Partition, taken: bool) -> None:
+    """The caller may change it without an error, so that is no reason for one, and no other node may see the change."""
+    first = Candidate(reading("a"), Plan("g"))
+    proposal = SimpleNamespace(graph="g", recomputed_nodes=frozenset(), saved_nodes=frozenset())
+    found = candidates.cut_so(joint_of(first.partition, again), first, frozenset(), proposal)  # type: ignore[arg-type]
+    assert found is (again if taken else None)
 
 
 def candidate(seconds: float, *, peak: int = 100, written: int = 10) -> Candidate:

@@ -125,6 +125,22 @@ FAULTS = (
         "tests/passes/test_pipeline.py",
     ),
     Fault(
+        "what_nobody_checks_is_a_source",
+        "passes/joint/recompute.py",
+        "| (callers - partition.checked)",
+        "| (callers - slots.keys())",
+        "what is made of a tensor that a custom function keeps has a price, and no plan with it can be used",
+        "tests/test_recompute.py::test_what_is_made_of_an_input_has_a_price_if_autograd_checks_that",
+    ),
+    Fault(
+        "readers_of_what_nobody_checks_are_all_alike",
+        "passes/partition.py",
+        '[""] if key in checked else self._readers(saved)',
+        '[""]',
+        "a second partition computes from what a custom function keeps, and the caller has changed meanwhile",
+        "tests/passes/test_pipeline.py::test_a_partition_reads_what_nobody_checks_where_pytorchs_own_does",
+    ),
+    Fault(
         "our_nodes_cut_nothing",
         "passes/planner/select.py",
         "base=model(partition, plan, choices, plan.schedule).base",
