@@ -88,7 +88,7 @@ FAULTS = (
     Fault(
         "recomputed_from_what_the_caller_has",
         "passes/joint/recompute.py",
-        "changed_inputs(partition.forward.graph) | (callers - slots.keys())",
+        "changed_inputs(partition.forward.graph) | (callers - partition.checked)",
         "changed_inputs(partition.forward.graph)",
         "a tensor is computed again from an input that the caller has changed meanwhile: wrong gradients",
         "tests/test_recompute.py::test_an_input_that_is_not_saved_has_no_price",
