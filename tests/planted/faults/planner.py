@@ -66,7 +66,7 @@ FAULTS = (
         'arguments_of(node).get("dropout_p") == 0.0',
         "True",
         "attention that is computed again drops out other elements than in the forward: wrong gradients",
-        "tests/test_recompute.py::test_attention_runs_again_only_without_dropout",
+        "tests/test_recompute.py::test_attention_of_a_gpu_runs_twice_without_dropout",
     ),
     Fault(
         "what_several_need_is_paid_twice",
