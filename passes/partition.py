@@ -105,14 +105,15 @@ class Partition:
     def checked(self) -> frozenset[int]:
         """Storages of the saved tensors whose versions autograd checks before the backward reads them.
 
-        It does not check those that a custom `autograd.Function` keeps as attributes of its context.
+        It does not check those that a custom `autograd.Function` keeps as attributes of its context. Of a saved view it
+        checks the version as well, but code of Inductor's returns views with versions of their own.
         """
         return frozenset(nodes_by_storage(n for n in self.saved if not n.meta.get(NOT_CHECKED)))
 
     @property
     def shared_with_caller(self) -> frozenset[tuple[str, str]]:
-        """Names of the outputs, and of `caller_inputs`, that share a storage with a saved tensor, and who reads that:
-        "" for anybody if autograd checks it, else the name of each node of the backward that does.
+        """Pairs: the name of an output, or of one of `caller_inputs`, that shares a storage with a saved tensor, and a
+        reader. The reader is "" if autograd checks that tensor, else the name of a node of the backward.
 
         Hazard: the caller has these too, and may write into them before the backward reads them.
         """

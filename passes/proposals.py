@@ -174,8 +174,9 @@ class Proposals:
         The proposal itself is fast enough, but to compute tensors again may take longer than their prices say.
         """
         own = replay_of(proposal)
-        for shares in (1, 2, 4, 8, 16):  # more than all together, so that everything may stay
-            if best.replay.seconds <= (1 + options.slowdown + TOLERANCE) * own.compute_s:
+        fast_s = (1 + options.slowdown + TOLERANCE) * own.compute_s
+        for shares in (1, 2, 4, 8, 16):  # their sum is above SHARES, so in the end everything may stay
+            if best.replay.seconds <= fast_s or limits.memory >= own.step.everything:
                 return best, limits
             more = shares * (own.step.everything - own.step.floor) / SHARES
             limits = replace(limits, memory=limits.memory + more, kept=limits.kept + more)

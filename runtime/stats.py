@@ -11,7 +11,7 @@ from ssd_fx.runtime.engines import extents
 from ssd_fx.runtime.step_clock import StepClock
 from ssd_fx.runtime.wear import DAY_S, rated_days, wear
 
-CHECKPOINT = "checkpoint"  # a call of `ssd_fx.checkpoint` as a graph: with its number among those of a step that store
+CHECKPOINT = "checkpoint"  # the graph of a call of `ssd_fx.checkpoint`; its number among the calls that store follows
 
 
 @dataclass(slots=True, kw_only=True)

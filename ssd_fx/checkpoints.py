@@ -37,9 +37,9 @@ from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 T = TypeVar("T")
 ops = torch.ops.ssd_fx
 
-AGAIN = 64  # calls of a doubtful kind in a row that can be computed again, until it is no longer doubtful
+AGAIN = 64  # a kind of call is doubtful until so many of its calls in a row could be computed again
 KINDS = 1024  # doubtful kinds that are remembered
-LOOKED = 64  # what a function holds that is looked at for gradients, with all that this holds
+LOOKED = 64  # objects that a function holds, and that these hold, which are looked at for gradients
 PARAMETERS = 128  # of a module that are looked at: to look at all of a large one for each of its layers would take long
 
 
@@ -131,9 +131,13 @@ _known: dict[str, tuple[Config, str]] = {}
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """A call that stores, with its name. It lives as long as what it stored."""
+    """A call that stores, with its number among those of its step. It lives as long as what it stored."""
 
-    name: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"{stats.CHECKPOINT} {self.number}"
 
 
 @dataclass(frozen=True)
@@ -261,23 +265,26 @@ def _unpack(saved: _Saved) -> Tensor:
 def _next_run() -> _Run:
     """The next call of its step that stores. Its name is the same in every step, so the runtime can learn.
 
-    If no backward comes, as in an evaluation, the names begin again when the call that had the first one is gone.
+    If no backward comes, as in an evaluation, the names begin again when the call that had the first one is gone. The
+    others of its step may live, and keep their names for themselves.
     """
-    global _calls, _turned, _first
+    global _calls, _taken, _turned, _first
     with _naming:
         if _turned or _first is None or _first() is None:
-            _calls, _turned = itertools.count(), False
-        number = next(_calls)
-        run = _Run(f"{stats.CHECKPOINT} {number}")
-        if not number:
-            _first = weakref.ref(run)
+            _taken = frozenset() if _turned else frozenset(run.number for run in _living)
+            _calls, _turned, _first = itertools.count(), False, None
+        run = _Run(next(number for number in _calls if number not in _taken))
+        _living.add(run)
+        _first = _first or weakref.ref(run)
         return run
 
 
 _naming = threading.Lock()
 _calls = itertools.count()
+_taken = frozenset[int]()  # the numbers of calls that this step leaves out
 _turned = False  # whether a backward has come since the last call that stores: the next one is the first of its step
-_first: weakref.ref[_Run] | None = None  # the call of this step that has the first name
+_first: weakref.ref[_Run] | None = None  # the call of this step that stored first
+_living: weakref.WeakSet[_Run] = weakref.WeakSet()
 
 
 # ---- whether a backward may come
@@ -329,6 +336,8 @@ def _code(function: Callable[..., Any]) -> object:
     """The code that a call of `function` runs, or its name if that is no code of Python."""
     while isinstance(function, partial):
         function = function.func
+    for wrapped in ("_orig_mod", "_torchdynamo_orig_callable"):  # what torch.compile was given
+        function = getattr(function, wrapped, function)
     if isinstance(function, nn.Module):
         function = type(function).forward
     for called in (function, type(function).__call__):

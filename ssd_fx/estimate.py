@@ -291,8 +291,8 @@ def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, 
     """The row of the option `memory`, made of the plans for budget 0; nothing if not even those fit.
 
     `there`: bytes that live before the step. `room`: what the limit leaves above them. Tensors that fill what the plans
-    leave of the room stay in memory and are not written. Where all have room, none is. The cost of transfers falls in
-    proportion.
+    leave of the room stay in memory and are not written. Where all have room, none is written. The cost of transfers
+    falls in proportion.
     """
     found, row = [replay_of(plan) for plan in lowest], _prediction(MEMORY, lowest, there)
     everything = highest([each.step.everything for each in found], [plan.saved_bytes for plan in lowest])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
 SYS = Path("/sys")
-_IDENTITIES = ("wwid", "device/wwid", "dm/uuid", "md/uuid")  # files below a block device; no two devices have the same
+_IDENTITIES = ("wwid", "device/wwid", "dm/uuid", "md/uuid")  # files below a block device; mostly no two have the same
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def _identity(node: Path) -> str:
     node = _whole(node)
     for file in _IDENTITIES:
         if found := " ".join(text_of(node / file).split()):
-            return found
+            # such a name has the vendor's serial number in it, and virtual machines give all drives the same
+            return f"{socket.gethostname()} {found}" if found.startswith("t10.") else found
     if serial := text_of(node / "serial"):
         return f"{socket.gethostname()} {serial}"
     parts = [_identity(each) for each in _members(node)]

@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import json
 import os
+import platform
 import pwd
 import re
 import subprocess
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -170,7 +172,17 @@ def test_a_file_of_no_use_is_measured_again_with_one_warning(calls: Calls, tmp_p
         calibrate.calibrated(config_for(tmp_path), CPU)
     assert len(seen) == 1
     assert [section(key) for key in json.loads(path.read_text())["measured"]] == ["compute", "disk"]
-    assert sorted(p.name for p in path.parent.iterdir()) == ["machine.json", "machine.lock"]
+    assert {p.name for p in path.parent.iterdir()} == {"machine.json", "machine.lock", f"{platform.node()}.lock"}
+
+
+def test_another_machine_need_not_wait_and_adds_what_it_measures(calls: Calls) -> None:
+    """Machines may share a home directory, and each measures its own drives."""
+    ours, theirs = cache.Entry({"flops": 1e9}), cache.Entry({"flops": 2e9})
+    with cache.exclusive() as kept:
+        with mock.patch.object(platform, "node", return_value="another"), cache.exclusive() as others:
+            others["theirs"] = theirs
+        kept["ours"] = ours
+    assert cache.read() == {"ours": ours, "theirs": theirs}
 
 
 def test_a_cache_directory_that_cannot_be_made(calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

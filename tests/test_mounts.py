@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,7 @@ def test_the_name_of_a_volume(table: Path, sys: Path, tmp_path: Path) -> None:
     """Its own, since encryption takes time that the drive alone does not; else all those of its drives."""
     here = stand_on(table, tmp_path, "252:0")
     put(sys / "devices", {"nvme0n1/wwid": "eui.0001\n", "nvme1n1/wwid": "t10.ATA   Fast  1\n"})
-    assert mounts.name_of(here, table, sys) == "eui.0001+t10.ATA Fast 1"
+    assert mounts.name_of(here, table, sys) == f"eui.0001+{socket.gethostname()} t10.ATA Fast 1"
     put(sys / "devices", {"dm-0/dm/uuid": "CRYPT-LUKS2-abc\n"})
     assert mounts.name_of(here, table, sys) == "CRYPT-LUKS2-abc"
 

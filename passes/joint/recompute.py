@@ -237,7 +237,7 @@ def price(partition: Partition, plan: Plan, *, saved: Collection[int] = ()) -> P
     slots |= {storage_of(nodes[g.base]): g.slot for g in plan.groups}
     slots.pop(None, None)
     callers = {storage_of(n) for n in partition.caller_inputs}
-    callers |= {storage_of(n) for n in partition.caller_outputs} & slots.keys()  # others are computed again themselves
+    callers |= {storage_of(n) for n in partition.caller_outputs} & slots.keys()  # a chain goes on through others
     callers.discard(None)  # sizes, which never change
     unstable = changed_inputs(partition.forward.graph) | (callers - partition.checked)
     exact = partition.once(compared)

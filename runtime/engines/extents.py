@@ -59,6 +59,7 @@ class BackingFile:
         self.no_writes = Pause()  # while it lasts `room` raises
         self.no_growth = Pause()  # while it lasts only free extents are used
         self.opened_again: tuple[int, int] | None = None  # device and inode, if a library has opened the file too
+        self._free = FreeExtents()  # before others find the file, and ask for its size
         with _no_fork:
             self.fd, self.opened_by, direct = _open_direct_if_possible(directory, opened)
             _open_files.add(self)
@@ -70,7 +71,6 @@ class BackingFile:
         self._granularity = max(PAGE, self.align)
         self._step = step
         self._limit = limit
-        self._free = FreeExtents()
         self._lock = threading.Lock()
         self._warned = False
 

@@ -132,7 +132,7 @@ class TieredEngine:
             self._drive.failed(extent.drive, error)
 
     def close(self) -> None:
-        try:  # the tables stay as they are: the handles that still live, and other threads, free what is in them
+        try:  # no table changes here, without the lock: each extent is freed when its handle dies
             self._drive.close()  # first: it ends what moves, which reads host memory
         finally:
             self._host.close()

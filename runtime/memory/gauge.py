@@ -61,7 +61,8 @@ class CpuGauge(Gauge):
 
     def __init__(self) -> None:
         self._elsewhere = self._small = self._libraries = 0
-        self._unseen = 0  # the peak of our allocator since the last look here, as far as other gauges took it
+        self._unseen = 0  # the highest peak that other gauges have taken since our last look
+        self._asks = False  # whether it has asked for a peak
         self.look_around(for_tensors=True)
 
     def total_bytes(self) -> int:
@@ -83,9 +84,11 @@ class CpuGauge(Gauge):
 
     def _take_peak(self) -> int:
         """The peak of our allocator since the last look. The allocator then begins anew, so the others note it too."""
-        _cpu_gauges.add(self)  # here, under the lock of `entries`: reports make gauges without it, and ask for no peak
+        if not self._asks:
+            self._asks = True
+            _cpu_gauges.add(self)  # here, under the lock of `entries`: reports make gauges without it, and ask nothing
         taken = CPU_ALLOCATOR.take_peak()
-        for each in _cpu_gauges:
+        for each in _cpu_gauges if len(_cpu_gauges) > 1 else (self,):
             each._unseen = max(each._unseen, taken)
         peak, self._unseen = self._unseen, 0
         return peak

@@ -2,9 +2,9 @@
 
     ~/.cache/ssd_fx/machine.json        {"version": 9, "measured": {"compute {...}": entry, "disk {...}": entry}}
 
-A key has the hardware and software that was measured, an entry the fields of `Entry`. The file is written under the
-lock of a file beside it, or of the temporary directory where no such file can be locked, so that one process measures
-at a time. It is read without a lock.
+A key has the hardware and software that was measured, an entry the fields of `Entry`. One process of a machine
+measures at a time, under the lock of a file that has the machine's name, or of the temporary directory where no such
+file can be locked. Machines that share the file write to it in turn, under another lock. It is read without one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def read() -> dict[str, Entry]:
 
 @contextmanager
 def exclusive() -> Iterator[dict[str, Entry]]:
-    """The entries, locked against other processes. What the caller adds is written at the end.
+    """The entries, locked against other processes of this machine. What the caller adds is written at the end.
 
     Empty, after a `NotKept`, where nothing can be kept. The same warning comes where the end cannot be written.
     """
@@ -92,7 +92,7 @@ def exclusive() -> Iterator[dict[str, Entry]]:
         try:
             file = path()
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            turn.enter_context(_in_turn(file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT))
+            turn.enter_context(_in_turn(file.with_name(f"{platform.node()}.lock"), os.O_RDWR | os.O_CREAT))
         except OSError as error:
             file = None
             _warn_unkept(error)
@@ -101,13 +101,22 @@ def exclusive() -> Iterator[dict[str, Entry]]:
         entries = _usable(file) if file else {}
         before = dict(entries)
         yield entries
-        if file and entries != before:
+        new = {key: entry for key, entry in entries.items() if before.get(key) != entry}
+        if file and new:
             try:
-                measured = {key: asdict(entry) for key, entry in entries.items()}
-                text = json.dumps({"version": _VERSION, "measured": measured}, indent=1, sort_keys=True)
-                replace_text(file, text)
+                with _in_turn(file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT):
+                    _add(file, new)
             except OSError as error:
                 _warn_unkept(error)
+
+
+def _add(file: Path, new: Mapping[str, Entry]) -> None:
+    """Adds entries to the file, to which another machine may have added some meanwhile. Raises: OSError."""
+    entries: dict[str, Entry] = {}
+    with suppress(OSError, ValueError):  # of no use, and `exclusive` has said so
+        entries = read()
+    measured = {key: asdict(entry) for key, entry in (entries | dict(new)).items()}
+    replace_text(file, json.dumps({"version": _VERSION, "measured": measured}, indent=1, sort_keys=True))
 
 
 def compute_key(device: torch.device) -> str:

@@ -35,8 +35,10 @@ def findings(directories: Sequence[str] = ()) -> Iterator[Finding]:
     yield _device()
     yield gpudirect(cufile.status())
     yield _options()
-    if not directories:
-        yield from filter(None, (unfit(path, allow_tmpfs=True) for path in Config.make().dirs))
+    config = Config.make()
+    if not directories and config.engine != "memory":
+        may_be_in_memory = config.allow_tmpfs or "SSD_FX_DIRS" not in os.environ  # the default is nobody's choice
+        yield from filter(None, (unfit(path, allow_tmpfs=may_be_in_memory) for path in config.dirs))
     yield from _rates(directories)
 
 

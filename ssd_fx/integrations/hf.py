@@ -34,7 +34,7 @@ def loss_only(model: nn.Module) -> None:
     if not inspect.ismethod(bound):
         raise ValueError(
             f"forward of {type(model).__name__} is a {type(bound).__name__}, and loss_only needs a method; right would "
-            "be a model as its class made it: load it without device_map, or call "
+            "be a model as its class made it, not yet compiled: load it without device_map, or call "
             "accelerate.hooks.remove_hook_from_module(model) first"
         )
     inner = bound.__func__  # bound again below, so that a copy of the model calls its own
