@@ -89,9 +89,10 @@ def selective(joint: Joint, own: Candidate, first: Plan, options: PlanOptions) -
     if not maybe:
         return None
     with _told(own, "products"):
-        exact, saved = own.partition.once(compared), {n.name for n in own.partition.saved}
-        anyway = {n.name for n in own.partition.backward.graph.nodes} - exact  # PyTorch computes that again by itself
-        maybe |= {n.name for n in graph.nodes if n.name in saved & made - exact - wanted and may_run_twice(n)}
+        # PyTorch computes `anyway` again by itself. What it saves may be computed again too, if nothing compares it.
+        exact = own.partition.once(compared)
+        anyway = {n.name for n in own.partition.backward.graph.nodes} - exact
+        maybe |= {n.name for n in own.partition.saved if may_run_twice(n)} & made - exact - wanted
         partition = joint.partition_again(own.again, wanted | (made - maybe - anyway), maybe)
         if not _may_replace(own.partition, partition):
             return None

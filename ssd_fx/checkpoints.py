@@ -18,29 +18,23 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ssd_fx.backend import check_options, within_ours
-from ssd_fx.compat import is_within_checkpoint, skip_code, tree_leaves
+from ssd_fx.compat import is_within_checkpoint, skip_code
 from ssd_fx.config import Config
 from ssd_fx.runtime import errors, stats
 from ssd_fx.runtime.layout import is_parameter
 from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
+from ssd_fx.will_recompute import doubt, kind_of, learn
 
 T = TypeVar("T")
 ops = torch.ops.ssd_fx
-
-AGAIN = 64  # a kind of call is doubtful until so many of its calls in a row could be computed again
-KINDS = 1024  # doubtful kinds that are remembered
-LOOKED = 64  # objects that a function holds, and that these hold, which are looked at for gradients
-PARAMETERS = 128  # of a module that are looked at: to look at all of a large one for each of its layers would take long
 
 
 def checkpoint(
@@ -190,8 +184,8 @@ class _Arguments:
             return
         self._device = leaving[0].device
         self._saved_bytes, self._leaving_bytes = (sum(x.nbytes for x in some) for some in (tensors, leaving))
-        self._kind = _kind(function, args, kwargs)
-        if not _doubt(self._kind):
+        self._kind = kind_of(function, args, kwargs)
+        if not doubt(self._kind):
             self._run = self._begin()
 
     def pack(self, x: Tensor) -> _Saved:
@@ -207,7 +201,7 @@ class _Arguments:
         if not self._saved:
             return
         living = [saved for saved in (ref() for ref in self._saved) if saved]
-        _learn(self._kind, again=bool(living))
+        learn(self._kind, again=bool(living))
         if self._run or not living:
             return
         run = self._begin()
@@ -259,9 +253,6 @@ def _unpack(saved: _Saved) -> Tensor:
     return x
 
 
-# ---- names
-
-
 def _next_run() -> _Run:
     """The next call of its step that stores. Its name is the same in every step, so the runtime can learn.
 
@@ -285,88 +276,3 @@ _taken = frozenset[int]()  # the numbers of calls that this step leaves out
 _turned = False  # whether a backward has come since the last call that stores: the next one is the first of its step
 _first: weakref.ref[_Run] | None = None  # the call of this step that stored first
 _living: weakref.WeakSet[_Run] = weakref.WeakSet()
-
-
-# ---- whether a backward may come
-
-_Kind = tuple[object, str]
-"""The code of a function, and what needs a gradient as far as one sees. It keeps no module and no tensor alive."""
-
-
-def _kind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Kind:
-    if any(_needs_gradient(x) for x in tree_leaves((args, dict(kwargs)))):
-        return _code(function), "arguments"
-    return _code(function), "function" if any(map(_needs_gradient, _held(function))) else ""
-
-
-def _needs_gradient(x: object) -> bool:
-    if isinstance(x, nn.Module):
-        return any(each.requires_grad for each in itertools.islice(x.parameters(), PARAMETERS))
-    return isinstance(x, Tensor) and x.requires_grad
-
-
-def _held(function: object) -> list[object]:
-    """What one sees that `function` holds: itself, its object, arguments it is given already, variables around it."""
-    found: dict[int, object] = {id(function): function}
-    ahead = [function]
-    while ahead and len(found) < LOOKED:
-        each = ahead.pop()
-        inner: list[object] = []
-        if isinstance(each, partial):
-            inner = [each.func, *tree_leaves((each.args, each.keywords))]
-        elif isinstance(each, MethodType):
-            inner = [each.__self__, each.__func__]
-        elif isinstance(each, FunctionType):
-            inner = [_content(cell) for cell in each.__closure__ or ()]
-        new = {id(x): x for x in inner if id(x) not in found}
-        found |= new
-        ahead += new.values()
-    return list(found.values())
-
-
-def _content(cell: Any) -> object:
-    """The variable that a function has from around it. None if it has no value yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def _code(function: Callable[..., Any]) -> object:
-    """The code that a call of `function` runs, or its name if that is no code of Python."""
-    while isinstance(function, partial):
-        function = function.func
-    for wrapped in ("_orig_mod", "_torchdynamo_orig_callable"):  # what torch.compile was given
-        function = getattr(function, wrapped, function)
-    if isinstance(function, nn.Module):
-        function = type(function).forward
-    for called in (function, type(function).__call__):
-        code = getattr(called, "__code__", None)
-        if isinstance(code, CodeType):
-            return code
-    return str(getattr(function, "__qualname__", ""))
-
-
-def _doubt(kind: _Kind) -> int:
-    """How many more calls of this kind are stored only when their function has returned."""
-    return _doubts.get(kind, _doubt_at_first(kind))
-
-
-def _doubt_at_first(kind: _Kind) -> int:
-    _, needs = kind
-    return 0 if needs else AGAIN
-
-
-def _learn(kind: _Kind, *, again: bool) -> None:
-    """Notes whether a call of this kind can be computed `again`."""
-    left = max(0, _doubt(kind) - 1) if again else AGAIN
-    if left == _doubt_at_first(kind):
-        _doubts.pop(kind, None)
-        return
-    if len(_doubts) >= KINDS:
-        _doubts.clear()
-    _doubts[kind] = left
-
-
-_doubts: dict[_Kind, int] = {}
-"""What was learned of each kind, where it is not what one sees at first."""

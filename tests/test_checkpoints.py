@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, set_checkpoint_early_stop
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ssd_fx
+from ssd_fx import will_recompute
 from ssd_fx.report.text import lines
 from ssd_fx.runtime import entries
 from ssd_fx.runtime.states import Entry
@@ -500,7 +501,7 @@ def test_a_result_that_torch_cannot_look_into(region: Region) -> None:
 
 
 def test_what_was_cut_off_once_is_stored_early_again(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd_fx.checkpoints, "AGAIN", 2)
+    monkeypatch.setattr(will_recompute, "AGAIN", 2)
     seen = list[int]()
 
     def sometimes(x: Tensor, is_cut: bool) -> Tensor:
@@ -531,7 +532,7 @@ def test_what_is_learned_keeps_no_module(region: Region) -> None:
         return block(x).detach()  # type: ignore[no-any-return]
 
     region(partial(cut, block), batch() * 1)
-    assert cut.__code__ in {code for code, _ in ssd_fx.checkpoints._doubts}
+    assert cut.__code__ in {code for code, _ in will_recompute._doubts}
     del block, cut
     gc.collect()
     assert gone() is None
