@@ -13,8 +13,6 @@ reports). "Counted" is the share of the limit by ssd_fx's own count, which has w
 ranks it is the higher one. The limits lie between the lowest peak, which is that of a limit that cannot be met, and
 Inductor's.
 
-The steps that are timed come in pairs, of which the second counts for times: `workers.py` says why.
-
 Most of the time would go into compiling, once for each limit. So all have one text of options, `memory="100%"`, and
 each process is told that its machine has as many bytes as its limit. Then the second one finds what the first has
 compiled. Inductor, PyTorch's budgets and the lowest peak run in the first rounds and in those that are timed.
@@ -46,6 +44,7 @@ from families import train_gpt
 from system import MIB, announce, write_json
 from torch.distributed.fsdp import fully_shard
 from training import Model
+from turns import hold_memory
 from ways import Way, blocks, compiled
 
 SCENES = ("steady", "blocks", "micro", "amp", "fsdp", "changes")
@@ -147,6 +146,7 @@ def _prepare(job: Job, tracker: peak.Peak) -> None:
     from ssd_fx.runtime.memory.gauge import CpuGauge
 
     CPU_ALLOCATOR.observe(tracker.address)
+    hold_memory()
     CpuGauge.total_bytes = lambda self: job.limit * job.ranks  # type: ignore[method-assign]
     calibrated(Config.make(job.options), torch.device("cpu"))
 
@@ -213,7 +213,6 @@ class Worker:
     def __init__(self, name: str, job: Job, stack: ExitStack) -> None:
         self._name = name
         self.steps: list[Step] = []
-        self.before: list[Step] = []  # each ahead of one that is timed
         command = [sys.executable, __file__, "--work", json.dumps(asdict(job))]
         environment = os.environ | peak.environment()
         with socket.socket() as free:
@@ -230,17 +229,11 @@ class Worker:
             self._processes.append(stack.enter_context(process))
 
     def step(self) -> None:
-        self.steps.append(self._step())
-
-    def timed_step(self) -> None:
-        self.before.append(self._step())
-        self.steps.append(self._step())
-
-    def _step(self) -> Step:
         for process in self._processes:
             print(file=process.stdin)
         found = [self._answer(process.stdout) for process in self._processes]
-        return replace(max(found, key=lambda step: step.peak_bytes), cpu_s=sum(step.cpu_s for step in found))
+        highest = max(found, key=lambda step: step.peak_bytes)
+        self.steps.append(replace(highest, cpu_s=sum(step.cpu_s for step in found)))
 
     def _answer(self, answers: IO[str] | None) -> Step:
         line = answers.readline() if answers else ""
@@ -340,10 +333,8 @@ def main() -> int:
         rounds(others.values(), ENDS)
         rounds(limited.values(), steps - flags.timed)
         workers = {LOWEST: ends[LOWEST], **limited, **others, INDUCTOR: ends[INDUCTOR]}
-        for _ in range(flags.timed):
-            for worker in workers.values():
-                worker.timed_step()
-    found = {name: [*worker.before, *worker.steps] for name, worker in workers.items()}
+        rounds(workers.values(), flags.timed)
+    found = {name: worker.steps for name, worker in workers.items()}
     print(table(found, limits, flags.timed))
     if flags.plot:
         Path(flags.plot).write_text(picture(found, flags.timed))

@@ -29,6 +29,7 @@ from families import Family
 from families import train_gpt as train_gpt
 from moved import Moved
 from system import io_cpu_s, reset_resident_peak, resident_bytes, resident_peak_bytes
+from turns import hold_memory
 from ways import OURS, Way, compiled
 
 Optimizer = Literal["adamw", "sgd"]
@@ -127,6 +128,7 @@ def train(task: Task) -> Iterator[Step]:
         from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 
         CPU_ALLOCATOR.observe(tracker.address)
+        hold_memory()
     before = resident_bytes()
     while True:
         optimizer.zero_grad(set_to_none=False)

@@ -10,15 +10,13 @@ How it is measured:
   that one model touched would be warm for the other. All but one of them sleep.
 - A round is one step of every process; the order changes from round to round. Steps of one round see the same machine,
   so their ratios mean something where the times themselves do not.
-- ssd_fx gives memory back that a process has not used for some seconds, and the first touch of new memory takes time.
-  So a process that has waited for its turn for longer makes a step before the one that counts.
+- ssd_fx would give back the memory of a process that waits for its turn (`turns.hold_memory`).
 - What a step is and how its memory is counted: training.py.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -34,7 +32,6 @@ import peak  # neighbours of this file
 import training
 from training import Step, Task
 
-WAITED_S = 2.0  # less than `PERIOD_S` in runtime/native/allocator.cpp
 PAUSE_S = 0.05  # between turns: OpenMP's threads spin for some milliseconds after their last parallel region
 
 
@@ -104,7 +101,6 @@ class Workers:
     def __init__(self, tasks: Mapping[str, Task]) -> None:
         self.tasks = dict(tasks)
         self.workers: dict[str, Worker] = {}
-        self._ended_s: dict[str, float] = {}  # when the last step of each did
 
     def __enter__(self) -> Workers:
         return self
@@ -128,7 +124,6 @@ class Workers:
         print(f"{name}: compiling, which may take a minute ...", file=sys.stderr, flush=True)
         self.workers[name] = Worker(name, task)
         first_s = self.workers[name].step().time_s
-        self._ended_s[name] = time.monotonic()
         print(f"{name}: first step (compiles) {first_s:.1f} s", file=sys.stderr, flush=True)
         return first_s
 
@@ -138,10 +133,7 @@ class Workers:
             steps = {}
             for name in order(list(self.workers), number):
                 time.sleep(PAUSE_S)
-                if time.monotonic() - self._ended_s.get(name, math.inf) > WAITED_S:
-                    self.workers[name].step()
                 steps[name] = self.workers[name].step()
-                self._ended_s[name] = time.monotonic()
             yield {name: steps[name] for name in self.workers}
 
 

@@ -6,15 +6,18 @@ import json
 from collections import Counter
 from dataclasses import asdict
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-import workers
+import turns
 from torch import nn
 from training import Model, Task, train_gpt
 from ways import Checkpointed
-from workers import Workers, order
+from workers import order
 
+from ssd_fx.runtime import deaths
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from tests.bitwise import assert_same_bits
 
 MODEL = Model(layers=1, width=64, heads=1, batch=2, seq=64, dropout=0.1, amp=False, seed=0, lr=1e-3)
@@ -33,21 +36,18 @@ def test_pairs_alternate() -> None:
     assert [order(["a", "b"], number) for number in range(4)] == [["a", "b"], ["b", "a"], ["b", "a"], ["a", "b"]]
 
 
-def test_who_has_waited_for_some_seconds_makes_a_step_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step takes 3 s. The last of a round is the first of the next one, and has not waited."""
-    made, clock = [], [0.0]
-
-    class Fake(SimpleNamespace):
-        def step(self) -> str:
-            made.append(self.name)
-            clock[0] += 3
-            return f"step {len(made)}"
-
-    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: None))
-    turns = Workers({})
-    turns.workers = {name: Fake(name=name) for name in "ab"}  # type: ignore[misc]
-    assert list(turns.rounds(2)) == [{"a": "step 1", "b": "step 2"}, {"a": "step 5", "b": "step 3"}]
-    assert made == ["a", "b", "b", "a", "a"]
+def test_who_waits_for_a_turn_gives_no_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its next steps would touch all of it anew."""
+    given_back = mock.Mock()
+    monkeypatch.setattr(CPU_ALLOCATOR, "_library", SimpleNamespace(tick=given_back))
+    monkeypatch.setattr(deaths, "when_idle", idle := list(deaths.when_idle))
+    for work in idle:
+        work()
+    given_back.assert_called_once()
+    turns.hold_memory()
+    for work in idle:
+        work()
+    given_back.assert_called_once()
 
 
 def test_a_task_survives_the_command_line() -> None:

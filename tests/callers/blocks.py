@@ -6,6 +6,7 @@ Their parameters come from a generator of their own, so that every run of a prog
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -158,8 +159,37 @@ class Overwrites(nn.Module):
         return (y.sin() @ self.weight) * x.cos()
 
 
+class _Keeps(torch.autograd.Function):
+    """exp(x * scale).sin() * x, which keeps its input, what it has computed and what it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.x, ctx.inner = x, (x * scale).exp()
+        ctx.result = ctx.inner.sin() * x
+        ctx.save_for_backward(ctx.inner[:, 1:], scale)
+        return ctx.result  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        part, scale = ctx.saved_tensors
+        inner = grad * ctx.inner.cos() * ctx.x * ctx.inner + part.sum(-1, keepdim=True) * ctx.result
+        return inner * scale + grad * ctx.inner.sin(), (inner * ctx.x).sum(0)
+
+
+class Keeps(nn.Module):
+    """A function of one's own, whose context keeps tensors that autograd does not check."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(_Keeps.apply(x.tanh(), self.scale)).sin() + _Keeps.apply(x, self.scale)  # type: ignore
+
+
 BLOCKS: dict[str, type[nn.Module]] = {
-    b.__name__: b for b in (Mlp, Norm, Attention, Chunk, Sort, Drop, Cond, Running, Embed, Pair, Views, Overwrites)
+    b.__name__: b
+    for b in (Mlp, Norm, Attention, Chunk, Sort, Drop, Cond, Running, Embed, Pair, Views, Overwrites, Keeps)
 }
 _copies = 0
 

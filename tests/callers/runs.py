@@ -11,7 +11,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.callers.blocks import BLOCKS, copy_of
 from tests.callers.caller import Blocks, Call, Caller, Outcome
 from tests.callers.compare import IN_PLACE, Comparison, Difference, Verdict
 from tests.callers.programs import Program
+from tests.passes.recomputing import SLOW, everything_recomputed
 from tests.sources import OPTIONS, SOURCES, Source
 
 Function = Callable[[Caller], None]
@@ -34,8 +35,8 @@ DYNAMIC = {"static": False, "dynamic": True, "own": False, "automatic": None}
 
 @dataclass(frozen=True)
 class Compiler:
-    """`kind`: "eager", "stock", "ours", "kept", which is ours with everything in memory, or "limited", which is ours
-    under a limit of memory; `inner`: as the option."""
+    """`kind`: "eager", "stock", "ours", "kept", which is ours with everything in memory, "limited", which is ours
+    under a limit of memory, or "again", which computes again what it can; `inner`: as the option."""
 
     kind: str
     inner: str = "aot_eager"
@@ -49,6 +50,8 @@ class Compiler:
         options = OPTIONS | {"inner": self.inner} | ({"budget": 1.0} if self.kind == "kept" else {})
         if self.kind == "limited":
             options = {name: value for name, value in options.items() if name != "budget"} | {"memory": "1TiB"}
+        if self.kind == "again":
+            options |= {"recompute": True, "machine": SLOW}
         return torch.compile(module, backend=ssd_fx.backend, options=options, **given)
 
     def blocks(self, mode: str) -> Blocks:
@@ -64,7 +67,8 @@ class Compiler:
 
 SHARED = ("static", "dynamic")
 _shared: dict[tuple[Compiler, str], dict[str, type[nn.Module]]] = {}
-EAGER, STOCK, OURS, LIMITED = Compiler("eager"), Compiler("stock"), Compiler("ours"), Compiler("limited")
+EAGER, STOCK, OURS = Compiler("eager"), Compiler("stock"), Compiler("ours")
+LIMITED, AGAIN = Compiler("limited"), Compiler("again")
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def run_once(program: Function, mode: str, precision: str, compiler: Compiler) -
 def run_ours(program: Function, mode: str, precision: str, compiler: Compiler, source: Source) -> tuple[Run, list[str]]:
     """Where every value comes from `source`; and what is stored still, though nobody has a graph any more."""
     close_stores()
-    with source.forced():
+    with source.forced(), everything_recomputed() if compiler.kind == "again" else nullcontext():
         found = run_once(program, mode, precision, compiler)
         return found, [entry.name for entry in living()]
 

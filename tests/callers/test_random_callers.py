@@ -6,6 +6,7 @@ Planted faults show that the search finds what it is there for; counts show that
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from ssd_fx.runtime.writer import Writer
 from tests.callers.caller import Caller
 from tests.callers.compare import ANOTHER_GRAPH, EXCUSES
 from tests.callers.programs import MODES, Program, programs
-from tests.callers.runs import LIMITED, OURS, SHARED, judge, main, many_compiled, run, run_ours
+from tests.callers.runs import AGAIN, LIMITED, OURS, SHARED, judge, main, many_compiled, run, run_ours
 from tests.sources import SOURCES
 from tests.test_memory import any_allowance
 
@@ -136,6 +137,28 @@ def test_a_thousand_callers() -> None:
         search(250, tally=tally)
         torch._dynamo.reset()  # a thousand programs' code is some GiB
     print("\n".join(f"{n:7} {kind}" for kind, n in tally.found.most_common()))
+
+
+# Writes that autograd does not see, and steps between a forward and its backward: where nothing that is saved was
+# written into, PyTorch says nothing. What is computed again from a parameter has another value then, or raises.
+WRITES = re.compile(r"\.data\b|numpy|sgd")
+
+
+@pytest.mark.slow
+def test_callers_of_what_is_computed_again() -> None:
+    """From tensors that the caller has had in hand meanwhile, and may have changed."""
+    seen: set[str] = set()
+
+    @settings(SETTINGS, max_examples=250)
+    @given(programs(modes=SHARED).filter(lambda program: not WRITES.search(program.source)))
+    def attempt(program: Program) -> None:
+        sources = ["read", "given_away", "resident"]
+        verdict = judge(program.function(), program.mode, program.precision, sources, ours=AGAIN)
+        assert not verdict.differences, "\n".join([*map(str, verdict.differences), repr(program)])
+        seen.add(repr(program))
+
+    attempt()
+    assert len(seen) >= 100
 
 
 @pytest.mark.slow
