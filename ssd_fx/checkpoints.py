@@ -14,6 +14,7 @@ delays a write, or writes once in vain, and changes nothing else.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -276,3 +277,12 @@ _taken = frozenset[int]()  # the numbers of calls that this step leaves out
 _turned = False  # whether a backward has come since the last call that stores: the next one is the first of its step
 _first: weakref.ref[_Run] | None = None  # the call of this step that stored first
 _living: weakref.WeakSet[_Run] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In the child no thread names its call."""
+    global _naming
+    _naming = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,21 +91,18 @@ _numbers: dict[tuple[int, object], int] = {}
 """By the address of a function. A bound method is new at every lookup, so by its object's address and its function."""
 _held: list[object] = []
 """Objects that cannot be referred to weakly. They are kept, so that no other one gets their address."""
-_lock = threading.Lock()
 
 
 def _number_of(function: object) -> int:
     """The number of a function without a `uuid()`, for as long as it lives. No other function ever gets the same."""
     owner, of = (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
     key = id(owner), of
-    with _lock:
-        if key not in _numbers:
-            try:
-                weakref.finalize(owner, _numbers.pop, key, None).atexit = False
-            except TypeError:
-                _held.append(owner)
-            _numbers[key] = next(_count)
-        return _numbers[key]
+    if key not in _numbers:  # two threads may come here; no lock, which the child of a fork might find taken
+        try:
+            weakref.finalize(owner, _numbers.pop, key, None).atexit = False
+        except TypeError:
+            _held.append(owner)
+    return _numbers.setdefault(key, next(_count))
 
 
 def _left_behind(saved: SavedTensor) -> object:

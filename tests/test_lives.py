@@ -674,3 +674,31 @@ def test_a_fork_between_forward_and_backward(tmp_path: Path, whose: str) -> None
     """
     assert run(textwrap.dedent(whose) + textwrap.dedent(code), tmp_path) == ("child fine\nparent fine\n", "", 0)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_child_finds_no_lock_that_another_thread_had(tmp_path: Path) -> None:
+    """All locks of our modules; but for the one that every fork waits for, because its holder opens a file."""
+    code = """
+        kinds = type(threading.Lock()), type(threading.RLock())
+        modules = [module for name, module in sys.modules.items() if name.startswith("ssd_fx")]
+        names = {id(lock): (m, n) for m in modules for n, lock in vars(m).items() if isinstance(lock, kinds)}
+        held = [(m, n) for m, n in names.values() if n != "_no_fork"]
+        taken, forked = threading.Event(), threading.Event()
+
+        def hold():
+            for module, name in held:
+                getattr(module, name).acquire()
+            taken.set()
+            forked.wait()
+
+        threading.Thread(target=hold, daemon=True).start()
+        taken.wait()
+        child = os.fork()
+        if not child:
+            print([f"{m.__name__}.{n}" for m, n in held if not getattr(m, n).acquire(timeout=1)], flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        forked.set()
+        print(len(held) > 3)
+    """
+    assert run(code, tmp_path) == ("[]\nTrue\n", "", 0)
