@@ -58,7 +58,7 @@ class Transfers:
         return found | {"drag_s_per_byte": max(lost, 0.0) / total}
 
     def _tensors(self, count: int, nbytes: int) -> list[tuple[Extent, Tensor]]:
-        """Tensors at page boundaries, where our CPU allocator puts a model's. It is not installed yet."""
+        """Tensors at page boundaries, where our CPU allocator puts a model's; `ssd-fx calibrate` installs none."""
         made = []
         for i in range(count):
             self._extents.append(self.engine.alloc(nbytes))
