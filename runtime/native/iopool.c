@@ -76,8 +76,10 @@ static void finish_if_idle(Part *part) {
     Request *r = part->request;
     Pool *p = r->pool;
     part->over = 1;
-    r->ended = now();
-    if (r->started) atomic_fetch_sub(&part->drive->under_way, part->bytes); /* else it was cancelled before its start */
+    if (r->started) { /* else it was cancelled before its start */
+        r->ended = now();
+        atomic_fetch_sub(&part->drive->under_way, part->bytes);
+    }
     if (--r->left) return;
     int state = final_state(r);
     atomic_store(&r->state, state); /* the last access to `r`: its owner may free it from here on */
