@@ -22,6 +22,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,14 @@ def move(transfer: Completion) -> None:
     """Starts a transfer of an engine, and waits for its end."""
     transfer.start()
     transfer.wait()
+
+
+def until(reached: Callable[[], object]) -> None:
+    """Raises AssertionError if it is not so within half a minute."""
+    deadline = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def directories(parent: Path, count: int) -> list[str]:

@@ -49,13 +49,13 @@ def at_most(nbytes: int) -> Bound:
     return Bound(nbytes, sys.maxsize, 0)
 
 
-def forward(config: str, count: int = 6) -> tuple[list[torch.Tensor], list[int]]:
+def forward(config: str, count: int = 6, graph: str = "g") -> tuple[list[torch.Tensor], list[int]]:
     """Handles of tensors that hold their number, and what is held behind each release."""
-    begin(config, offloaded=count * MIB)
+    begin(config, graph=graph, offloaded=count * MIB)
     handles, held = [], []
     for i in range(count):
         x = torch.full((N,), float(i))
-        handles.append(store(x, config, slot=i, seq=2 * i))
+        handles.append(store(x, config, slot=i, seq=2 * i, graph=graph))
         release(handles[-1], x, seq=2 * i + 1)
         held.append(get_store(config).writer.held_bytes)
     return handles, held
@@ -177,16 +177,9 @@ def test_a_forward_that_is_allowed_less_waits_until_the_others_are_gone(tmp_path
 def test_reads_ahead_end_where_a_forward_is_allowed_less(tmp_path: Path, allowed: list[Bound]) -> None:
     """Two graphs: when the backward of the second ends, tensors of the first are read ahead. Then a third begins."""
     config = config_json(tmp_path, memory=1 << 40)
-    runs: dict[str, list[torch.Tensor]] = {}
     for some in (NOTHING, at_most(4 * MIB)):
         allowed.append(NOTHING)
-        for graph in "ab":
-            begin(config, graph=graph, offloaded=4 * MIB)
-            runs[graph] = []
-            for i in range(4):
-                x = torch.full((N,), float(i))
-                runs[graph].append(store(x, config, slot=i, seq=2 * i, graph=graph))
-                release(runs[graph][-1], x, seq=2 * i + 1)
+        runs = {graph: forward(config, 4, graph)[0] for graph in "ab"}
         account_ = get_store(config).account
         assert account_
         assert account_._allowance

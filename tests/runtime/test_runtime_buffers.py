@@ -4,7 +4,6 @@ import ctypes
 import errno
 import gc
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 
 from ssd_fx.runtime.engines import memory, posix
 from ssd_fx.runtime.engines.base import Memory
-from ssd_fx.runtime.entries import lookup
 from ssd_fx.runtime.memory.buffers import PAGE, Buffer
 from ssd_fx.runtime.native.pool import PENDING
-from tests.runtime.harness import begin, config_json, load, move, store, watch
+from tests.runtime.harness import move, until, watch
 
 MIB = 1 << 20
 
@@ -62,10 +60,6 @@ def noise(nbytes):
     return torch.randint(0, 256, (nbytes + 1,), dtype=torch.uint8)[1:]
 
 
-def finish(transfer):
-    move(transfer)
-
-
 def test_a_bounce_lives_while_its_request_runs_though_everybody_dropped_it(tmp_path, buffers):
     engine = posix.PosixEngine(str(tmp_path), allow_tmpfs=True, threads=1)
     large, x, y = torch.zeros(64 * MIB, dtype=torch.uint8), noise(70_000), noise(70_000)
@@ -80,12 +74,9 @@ def test_a_bounce_lives_while_its_request_runs_though_everybody_dropped_it(tmp_p
     for other in others:
         ctypes.memset(other.address, 0, 70_000)
     before.wait()
-    deadline = time.monotonic() + 30
-    while any(transfer.state() == PENDING for transfer in list(engine._pool.transfers)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not any(transfer.state() == PENDING for transfer in list(engine._pool.transfers)))
     assert buffers[-1].expired()
-    finish(engine.read(extent, Memory.of(y)))
+    move(engine.read(extent, Memory.of(y)))
     assert torch.equal(x, y)
     engine.close()
 
@@ -107,11 +98,10 @@ def test_a_read_that_was_cancelled_does_not_look_complete(tmp_path):
     engine = posix.PosixEngine(str(tmp_path), allow_tmpfs=True)
     x, y = noise(70_000)[1:], torch.zeros(70_000, dtype=torch.uint8)[1:]
     extent = engine.alloc(x.nbytes)
-    finish(engine.write(extent, Memory.of(x)))
+    move(engine.write(extent, Memory.of(x)))
     read = engine.read(extent, Memory.of(y))
     read.start()
-    while not read.done():
-        time.sleep(0.001)
+    until(read.done)
     read.cancel()
     with pytest.raises(OSError, match="was cancelled"):
         read.wait()
@@ -123,7 +113,7 @@ def test_a_cancelled_read_leaves_the_tensor_alone(tmp_path, monkeypatch):
     engine = posix.PosixEngine(str(tmp_path), allow_tmpfs=True)
     x, y = noise(70_000)[1:], torch.zeros(70_000, dtype=torch.uint8)[1:]
     extent = engine.alloc(x.nbytes)
-    finish(engine.write(extent, Memory.of(x)))
+    move(engine.write(extent, Memory.of(x)))
     read = engine.read(extent, Memory.of(y))
     copying, cancelled = threading.Event(), threading.Event()
     memmove = ctypes.memmove
@@ -151,25 +141,11 @@ def test_a_copy_in_memory_keeps_what_it_reads(buffers):
     engine = memory.MemoryEngine()
     x, y = noise(70_000), noise(70_000)
     extent = engine.alloc(70_000)
-    finish(engine.write(extent, Memory.of(x)))
+    move(engine.write(extent, Memory.of(x)))
     read = engine.read(extent, Memory.of(y))
     engine.free(extent)
     assert not buffers[-1].expired()
-    finish(read)
+    move(read)
     assert torch.equal(x, y)
     del read
     assert buffers[-1].expired()
-
-
-def test_a_tensor_without_memory_for_its_bounce_stays_in_memory(tmp_path, monkeypatch):
-    def refuse(nbytes):
-        raise OSError(errno.ENOMEM, "no memory for a buffer")
-
-    config = config_json(tmp_path)
-    begin(config)
-    monkeypatch.setattr(posix, "Buffer", refuse)
-    x = noise(70_000)
-    with pytest.warns(RuntimeWarning, match="keeps activations in memory"):
-        handle = store(x, config)
-    assert lookup(handle).state.where == "memory"
-    assert torch.equal(load(handle, x), x)

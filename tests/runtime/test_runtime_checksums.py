@@ -48,12 +48,8 @@ class Aligned:
 def write(engine, data):
     source = Aligned(len(data), data, phase=0 if len(data) > MIB else 64)
     extent = engine.alloc(len(data))
-    finish(engine.write(extent, source.memory))
+    move(engine.write(extent, source.memory))
     return extent
-
-
-def finish(completion):
-    move(completion)
 
 
 class Behind:
@@ -114,7 +110,7 @@ def test_damage_is_found_in_every_block(engine, nbytes, block, damage):
         expect_mismatch(engine, extent, at)
         file.put(at, was)
     target = Aligned(nbytes)
-    finish(engine.read(extent, target.memory))
+    move(engine.read(extent, target.memory))
     assert target.bytes() == data
 
 
@@ -154,7 +150,7 @@ def test_read_into_another_phase_is_checked(engine):
     data = random.Random(0).randbytes(2 * MIB + SHORT)
     extent = write(engine, data)
     target = Aligned(len(data), phase=64)
-    finish(engine.read(extent, target.memory))
+    move(engine.read(extent, target.memory))
     assert target.bytes() == data
     with Behind(engine) as file:
         file.put(extent.offset + 2 * MIB + 77, b"x" if data[2 * MIB + 77 : 2 * MIB + 78] != b"x" else b"y")
@@ -171,7 +167,7 @@ def test_every_byte_on_disk_is_summed_twice(engine):
     extent = write(engine, bytes(nbytes))
     assert engine._pool.summed_bytes() == nbytes
     target = Aligned(nbytes)
-    finish(engine.read(extent, target.memory))
+    move(engine.read(extent, target.memory))
     assert engine._pool.summed_bytes() == 2 * nbytes
     assert len(extent.sums) == 10
 

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import tempfile
 
 import pytest
@@ -21,7 +20,7 @@ from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.stores import get_store
 from tests import fresh
 from tests.runtime.engines import FailingEngine, around
-from tests.runtime.harness import config_json, load, raw, release, settle, start_load, store, wait, watch
+from tests.runtime.harness import config_json, directories, load, raw, release, settle, start_load, store, wait, watch
 
 N = 300_001
 
@@ -59,13 +58,10 @@ def test_a_failed_write_keeps_the_tensor(failing, operation, code, hand_over):
 
 
 @pytest.mark.parametrize("engine", ["posix", "memory"])
-@pytest.mark.parametrize("directories", [1, 2])
-def test_no_memory_for_a_bounce_is_not_the_drives_fault(tmp_path, monkeypatch, engine, directories):
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_memory_for_a_bounce_is_not_the_drives_fault(tmp_path, monkeypatch, engine, count):
     """The tensor stays in memory, and the next one is written."""
-    names = [str(tmp_path / str(i)) for i in range(directories)]
-    for name in names:
-        os.mkdir(name)
-    config = config_json(names[0], engine, dirs=names)
+    config = config_json(tmp_path, engine, dirs=directories(tmp_path, count))
 
     def nothing(nbytes):
         raise OSError(errno.ENOMEM, f"no memory for a buffer of {nbytes} B")
@@ -129,10 +125,8 @@ def test_a_failed_write_frees_nothing_by_itself(failing):
 
 def test_real_directory_that_fails_warns_once_and_is_left_alone(tmp_path):
     """Two directories; writes to one fail: one warning, and all new extents come from the other."""
-    dirs = [tmp_path / "a", tmp_path / "b"]
-    for path in dirs:
-        path.mkdir()
-    config = config_json(dirs[0])[:-1] + f', "dirs": ["{dirs[0]}", "{dirs[1]}"]}}'
+    dirs = directories(tmp_path, 2)
+    config = config_json(tmp_path, dirs=dirs)
     engine = get_store(config).engine
     for extent in [engine.alloc(4 * N) for _ in dirs]:
         engine.free(extent)  # both files have room: it is the write that fails
@@ -148,10 +142,10 @@ def test_real_directory_that_fails_warns_once_and_is_left_alone(tmp_path):
     with pytest.warns(RuntimeWarning, match="keeps activations in memory") as warned:
         handles = [store_and_release(i) for i in range(6)]
     assert len(warned) == 1
-    assert str(dirs[0]) in str(warned[0].message)
+    assert dirs[0] in str(warned[0].message)
     assert f"{4 * N} B" in str(warned[0].message)
     assert [lookup(h).state.where == "memory" for h in handles].count(True) == 1
-    assert {lookup(h).extent.directory for h in handles if lookup(h).extent} == {str(dirs[1])}
+    assert {lookup(h).extent.directory for h in handles if lookup(h).extent} == {dirs[1]}
     for i, h in enumerate(handles):
         assert (load(h, torch.empty(N)) == i).all()
     os.close(bad.fd)
@@ -361,4 +355,3 @@ def test_cancelled_transfer_says_so(config):
     assert f"read of {4 * N} B at offset {extent.offset}" in str(error)
     engine._pool = loader.make_pool(1, 1)
     assert raw(load(h, x)) == raw(x)
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

@@ -476,7 +476,6 @@ def test_one_stripe_that_fails_is_the_fault_of_its_directory(gpu, stub, tmp_path
     engine.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_keeps_no_descriptor_of_the_file(stub, gpu, config, tmp_path):
     """Else its room is taken for as long as a worker of a data loader lives."""
     handle, _ = stored(gpu, config)
@@ -491,7 +490,6 @@ def test_a_forked_child_keeps_no_descriptor_of_the_file(stub, gpu, config, tmp_p
     assert len(of_the_file()) == 2
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_runs_no_destructor_of_the_engine(stub, gpu, config):
     """A child that drops its stores must not deregister the parent's files."""
     handle, values = stored(gpu, config)

@@ -1,7 +1,6 @@
 """A store ends when no graph uses it and no handle can be loaded any more."""
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.extents import BackingFile
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.stores import close_stores, end_unused, forward_begins, get_store, stores
-from tests.runtime.harness import config_json, everywhere, load, raw, settle, store
+from tests.runtime.harness import config_json, everywhere, load, raw, settle, store, until
 
 
 def graph(config: str) -> Callable[[], None]:
@@ -109,10 +108,7 @@ def test_close_in_a_signal_handler_that_interrupted_us(lock, tmp_path):
     with lock.lock:
         graphs.close()
         assert parse(config) in stores
-    until = time.monotonic() + 20
-    while parse(config) in stores and time.monotonic() < until:
-        time.sleep(0.01)
-    assert parse(config) not in stores
+    until(lambda: parse(config) not in stores)
 
 
 def test_a_store_that_cannot_end_leaves_no_other_open(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from ssd_fx.runtime.entries import stand_in
 from ssd_fx.runtime.layout import dense_form, is_alone, versioned_alias
 from ssd_fx.runtime.native import loader
 from ssd_fx.runtime.native.pool import CANCELLED, FAILED, OK, PENDING
-from tests.runtime.harness import CPU, begin, config_json, load, op, raw, settle, store, wait, watch
+from tests.runtime.harness import CPU, begin, config_json, op, store, wait, watch
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -253,16 +253,6 @@ def test_native_pool_is_built_once_into_the_cache(uncached, tmp_path, monkeypatc
     loader.library()
 
 
-def test_library_of_another_source_is_not_used(uncached, tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "_packaged", lambda: None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    loader.library()
-    (built,) = (tmp_path / "ssd_fx").iterdir()
-    assert loader._load(built)
-    monkeypatch.setattr(loader, "source_hash", lambda: "0123456789abcdef")
-    assert loader._load(built) is None
-
-
 def test_build_of_the_package_carries_the_hash(tmp_path):
     """The extension that setuptools builds fits the source; after a change of any of its files it is not used."""
     pytest.importorskip("setuptools")
@@ -390,13 +380,3 @@ def test_load_to_another_device(config):
     h = store(x, config)
     with pytest.raises(RuntimeError, match=r"slot 0 of graph 'g' \(40 B\) was stored from cpu and cannot .* to cuda"):
         op.load(h, [10], [1], torch.float32, torch.device("cuda"), 0)
-
-
-def test_posix_and_memory_agree(tmp_path):
-    x = torch.randn(100_003)
-    results = []
-    for engine in ("posix", "memory", "auto"):
-        h = store(x, config_json(tmp_path, engine))
-        settle(h)
-        results.append(raw(load(h, x)))
-    assert results == [raw(x)] * 3

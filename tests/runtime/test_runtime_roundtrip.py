@@ -71,13 +71,6 @@ def test_dtypes(config, dtype):
     assert raw(y) == expected
 
 
-def test_not_a_number_keeps_its_bits(config):
-    x = torch.tensor([0x7FC00001, 0x7F800001, -1, 0x80000000 - (1 << 32)], dtype=torch.int32).view(torch.float32)
-    h = store(x, config)
-    settle(h)
-    assert load(h, x).view(torch.int32).tolist() == x.view(torch.int32).tolist()
-
-
 @pytest.mark.parametrize("size", [(3, 5, 7), (64, 33, 17), (1, 300, 1, 100)])
 @pytest.mark.parametrize("order", ["transposed", "rotated", "channels_last"])
 def test_dense_layouts(any_config, size, order):
@@ -93,36 +86,16 @@ def test_dense_layouts(any_config, size, order):
 
 
 @pytest.mark.parametrize("from_disk", [True, False])
-@pytest.mark.parametrize("rows", [7, 700])
-def test_asked_strides_differ_from_stored_ones(config, from_disk, rows):
+@pytest.mark.parametrize(("rows", "stride"), [(7, (1, 7)), (700, (1, 700)), (50, (304, 1))])
+def test_asked_strides_differ_from_stored_ones(config, from_disk, rows, stride):
+    """Turned, or with gaps."""
     x = torch.randn(rows, 300)
     h = store(x, config)
     if from_disk:
         settle(h)
-    y = op.load(h, [rows, 300], [1, rows], torch.float32, CPU, 0)
+    y = op.load(h, [rows, 300], stride, torch.float32, CPU, 0)
     op.wait_load_(y, h, 1)
-    assert y.stride() == (1, rows)
-    assert torch.equal(y, x)
-
-
-@pytest.mark.parametrize("from_disk", [True, False])
-def test_asked_strides_with_gaps(config, from_disk):
-    x = torch.randn(50, 30)
-    h = store(x, config)
-    if from_disk:
-        settle(h)
-    y = op.load(h, [50, 30], [32, 1], torch.float32, CPU, 0)
-    op.wait_load_(y, h, 1)
-    assert y.stride() == (32, 1)
-    assert torch.equal(y, x)
-
-
-def test_stride_of_a_dimension_of_one_does_not_matter(config):
-    x = torch.randn(1, 40_000)
-    h = store(x, config)
-    settle(h)
-    y = op.load(h, [1, 40_000], [7, 1], torch.float32, CPU, 0)
-    op.wait_load_(y, h, 1)
+    assert y.stride() == stride
     assert torch.equal(y, x)
 
 

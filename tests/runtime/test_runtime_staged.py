@@ -19,7 +19,7 @@ from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE, Memory
 from ssd_fx.runtime.engines.drives import STRIPE
 from ssd_fx.runtime.engines.staged import Chain
 from tests.runtime.fake_gpu import installed
-from tests.runtime.harness import move, raw
+from tests.runtime.harness import directories, move, raw
 
 
 class Part:
@@ -173,15 +173,13 @@ def test_who_needs_it(monkeypatch, accelerator, hip, needed):
     assert staged.needed() == needed
 
 
-@pytest.mark.parametrize("directories", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("nbytes", [1, 100, 4096, 4097, 2 * STRIPE + 5])
-def test_tensors_of_the_cpu_beside_those_of_the_device(monkeypatch, tmp_path, directories, nbytes):
+def test_tensors_of_the_cpu_beside_those_of_the_device(monkeypatch, tmp_path, count, nbytes):
     monkeypatch.setattr(staged, "needed", lambda: "xpu")
-    places = [tmp_path / str(i) for i in range(directories)]
-    for place in places:
-        place.mkdir()
+    dirs = tuple(directories(tmp_path, count))
     with pytest.warns(RuntimeWarning, match="ssd_fx has no fast way between xpu and files"):
-        engine = registry.make_engine(Options(dirs=tuple(map(str, places)), engine="posix", allow_tmpfs=True))
+        engine = registry.make_engine(Options(dirs=dirs, engine="posix", allow_tmpfs=True))
     assert engine.devices >= {"cpu", "xpu"}
     x, y = torch.randint(0, 256, (nbytes,), dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     extent = engine.alloc(nbytes)

@@ -18,8 +18,9 @@ from ssd_fx.runtime.engines import posix
 from ssd_fx.runtime.engines.base import NOT_OF_THE_DRIVE
 from ssd_fx.runtime.native import loader, pool
 from tests.runtime import native_parts
-from tests.runtime.fake_cuda import ADDRESSES, DeviceMemory, FakeDriver, FakeEvent, library
-from tests.runtime.test_runtime_checksums import Aligned, Behind, expect_mismatch, finish
+from tests.runtime.fake_cuda import ADDRESSES, DeviceMemory, FakeDriver, FakeEvent
+from tests.runtime.harness import move
+from tests.runtime.test_runtime_checksums import Aligned, Behind, expect_mismatch
 
 KIB, MIB = 1 << 10, 1 << 20
 NOISE = random.Random(0).randbytes(18 * MIB)
@@ -80,7 +81,7 @@ def write(engine, data, index=0):
     source = DeviceMemory(len(data), index)
     source.write_late(data)
     extent = engine.alloc(len(data))
-    finish(engine.write(extent, source.memory))
+    move(engine.write(extent, source.memory))
     return extent
 
 
@@ -88,7 +89,7 @@ def read(engine, extent, index=0):
     """Into memory that kernels launched before are still writing to."""
     target = DeviceMemory(extent.nbytes, index)
     target.write_late(OTHER[: extent.nbytes])
-    finish(engine.read(extent, target.memory))
+    move(engine.read(extent, target.memory))
     return target.bytes()
 
 
@@ -213,7 +214,7 @@ def test_from_the_device_into_host_memory(engine):
     for nbytes in (70_001, 2 * MIB):
         extent = write(engine, NOISE[:nbytes])
         target = Aligned(nbytes, phase=64)
-        finish(engine.read(extent, target.memory))
+        move(engine.read(extent, target.memory))
         assert target.bytes() == NOISE[:nbytes]
 
 
@@ -221,10 +222,10 @@ def test_from_host_memory_to_a_device(engine):
     """What is whole on disk can be read; where a tail stayed in memory, it is refused by name."""
     unaligned, aligned = Aligned(MIB + 5, NOISE[: MIB + 5], phase=64), Aligned(MIB + 5, NOISE[: MIB + 5])
     extent = engine.alloc(MIB + 5)
-    finish(engine.write(extent, unaligned.memory))
+    move(engine.write(extent, unaligned.memory))
     assert read(engine, extent) == NOISE[: MIB + 5]
     extent = engine.alloc(MIB + 5)
-    finish(engine.write(extent, aligned.memory))
+    move(engine.write(extent, aligned.memory))
     target = DeviceMemory(MIB + 5)
     with pytest.raises(NotImplementedError, match="stored from the CPU cannot be loaded to cuda:0"):
         engine.read(extent, target.memory)
@@ -350,16 +351,6 @@ def test_too_many_devices():
         cuda_driver.describe(FakeDriver(), 32)
 
 
-def test_the_fake_driver_is_lazy():
-    """What the other tests rest on: without the wait for the event the bytes are not there yet."""
-    FakeDriver()
-    device = DeviceMemory(10)
-    device.write_late(b"0123456789")
-    assert bytes(device.raw[65:75]) == b"\xee" * 10
-    library().fake_finish()
-    assert bytes(device.raw[65:75]) == b"0123456789"
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_round_trip_on_a_device(tmp_path):
@@ -371,10 +362,10 @@ def test_round_trip_on_a_device(tmp_path):
             a = a @ a / 3000
         x = (a.view(-1).view(torch.uint8)[:nbytes] if nbytes <= a.nbytes else a.view(-1).view(torch.uint8)) + 0
         extent = engine.alloc(x.numel())
-        finish(engine.write(extent, posix.Memory.of(x)))
+        move(engine.write(extent, posix.Memory.of(x)))
         want = x.cpu()
         y = torch.empty_like(x)
         y.fill_(7)
-        finish(engine.read(extent, posix.Memory.of(y)))
+        move(engine.read(extent, posix.Memory.of(y)))
         assert torch.equal(y.cpu(), want)
     engine.close()

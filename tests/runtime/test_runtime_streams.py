@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import json
 import threading
-import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -28,7 +27,20 @@ from ssd_fx.runtime.states import State
 from ssd_fx.runtime.stores import close_stores, get_store
 from tests.runtime import stub_kvikio
 from tests.runtime.fake_gpu import ORDERS, FakeEvent, FakeGpu, installed
-from tests.runtime.harness import begin, config_json, load, move, put, raw, release, settle, start_load, store, wait
+from tests.runtime.harness import (
+    begin,
+    config_json,
+    load,
+    move,
+    put,
+    raw,
+    release,
+    settle,
+    start_load,
+    store,
+    until,
+    wait,
+)
 from tests.runtime.real_device import RealDevice, kinds
 
 op = torch.ops.ssd_fx
@@ -381,10 +393,7 @@ def test_what_dies_unseen_is_ended_on_its_device(fake):
     release(handle, x)
     fake.threads.clear()
     del x, handle
-    for _ in range(100):
-        if "ssd_fx-janitor" in fake.threads:
-            break
-        time.sleep(0.02)
+    until(lambda: "ssd_fx-janitor" in fake.threads)
     entries.living()
     assert fake.threads == {"ssd_fx-janitor"}
 

@@ -28,7 +28,7 @@ from ssd_fx.runtime.stats import stats
 from ssd_fx.runtime.stores import get_store
 from tests import fresh
 from tests.runtime import gated_pool
-from tests.runtime.harness import config_json, directories, load, move, raw, release, settle, store
+from tests.runtime.harness import config_json, directories, load, move, raw, release, settle, store, until
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
@@ -81,13 +81,6 @@ def read(engine, extent):
     return bytes(array)
 
 
-def until(reached):
-    deadline = time.monotonic() + 30
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def pieces(extent):
     return [(piece.file.directory[-1], piece.start, piece.nbytes) for piece in extent.pieces]
 
@@ -131,7 +124,7 @@ def test_small_tensors_avoid_a_directory_that_is_behind(engine_on, gates):
     """Writes of the first directory wait for a while: what comes meanwhile goes to the others."""
     engine = engine_on(3)
     gates.hold(engine.drives.files[0])
-    array, memory = memory_of(1000, 1)
+    _array, memory = memory_of(1000, 1)
     first = engine.alloc(1000)
     transfer = engine.write(first, memory)
     transfer.start()
@@ -140,7 +133,6 @@ def test_small_tensors_avoid_a_directory_that_is_behind(engine_on, gates):
     gates.let_go(engine.drives.files[0])
     transfer.wait()
     assert pieces(engine.alloc(1000))[0][0] == "a"  # it has nothing to do any more, and the least to keep
-    assert len(array) == 1000
 
 
 def test_a_slow_directory_stops_no_other(engine_on, gates):
@@ -177,7 +169,7 @@ def test_directories_get_about_the_same(engine_on):
 def test_the_first_error_names_its_own_directory(engine_on):
     engine = engine_on(3)
     files = engine.drives.files
-    extent, expected = write(engine, 6 * MIB)
+    extent, _ = write(engine, 6 * MIB)
     os.ftruncate(files[1].fd, 4096)
     offset = extent.pieces[1].offset
     with pytest.raises(OSError, match=f"read of {2 * MIB} B at offset {offset} .*end of the file at offset") as caught:
@@ -185,7 +177,6 @@ def test_the_first_error_names_its_own_directory(engine_on):
     assert (caught.value.errno, caught.value.filename[-1]) == (errno.EIO, "b")
     engine.failed(extent, caught.value)  # of a read: nobody is retired
     assert not any(file.no_writes for file in files)
-    assert len(expected) == 6 * MIB
 
 
 def test_every_directory_whose_write_failed_is_retired(engine_on, gates):
@@ -385,10 +376,8 @@ def test_an_engine_that_cannot_be_made_leaves_none(tmp_path):
     with pytest.raises(FileNotFoundError):
         make_engine(parse(config_json(tmp_path, dirs=[*directories(tmp_path, 2), str(tmp_path / "missing")])))
     assert len(os.listdir("/proc/self/fd")) == opened
-    until = time.perf_counter() + 10  # the kernel lists a thread for a moment after it was joined
-    while len(os.listdir("/proc/self/task")) > threads and time.perf_counter() < until:
-        time.sleep(0.01)
-    assert len(os.listdir("/proc/self/task")) <= threads
+    # the kernel lists a thread for a moment after it was joined
+    until(lambda: len(os.listdir("/proc/self/task")) <= threads)
 
 
 def test_fork_and_close(tmp_path):
