@@ -20,12 +20,7 @@ from ssd_fx.report.page import data, page
 from ssd_fx.report.report import Report, made
 from ssd_fx.runtime.plans import pack, unpack
 from tests import fresh
-from tests.report.trained import report, train
-
-
-@pytest.fixture(scope="module")
-def found() -> Report:
-    return report()
+from tests.report.trained import train
 
 
 def test_the_page_needs_nothing_else(found: Report) -> None:
@@ -69,11 +64,8 @@ def test_a_trace_gives_the_same_report(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_trace_names_modules_and_counts_memory(tmp_path: Path) -> None:
-    model = train()
-    ssd_fx.export_trace(tmp_path / "trace.json")
-    del model
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+def test_the_trace_names_modules(trace: Path) -> None:
+    events = json.loads(trace.read_text())["traceEvents"]
     names = {event["name"] for event in events}
     assert any(re.fullmatch(r"store blocks\.1 trained\.py:\d+", name) for name in names)
 
@@ -88,11 +80,8 @@ def test_a_broken_trace(text: str, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("key", ["rows", "stock", "predicted", "graph"])
-def test_a_trace_of_another_version(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, path = train(), tmp_path / "trace.json"
-    ssd_fx.export_trace(path)
-    del model
-    told = json.loads(path.read_text())
+def test_a_trace_of_another_version(key: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, told = tmp_path / "trace.json", json.loads(trace.read_text())
     for graph, about in told["ssd_fx"]["plans"].items():
         plan = unpack(about)
         told["ssd_fx"]["plans"][graph] = pack({name: each for name, each in plan.items() if name != key})
@@ -117,12 +106,9 @@ def test_a_directory_instead_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == f"ssd-fx: {tmp_path}: Is a directory\n"
 
 
-def test_a_page_in_a_directory_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, path = train(), tmp_path / "trace.json"
-    ssd_fx.export_trace(path)
-    del model
+def test_a_page_in_a_directory_that_is_missing(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "missing" / "report.html"
-    assert main(["report", str(path), "-o", str(page)]) == 1
+    assert main(["report", str(trace), "-o", str(page)]) == 1
     assert capsys.readouterr().err == f"ssd-fx: {page}: No such file or directory\n"
 
 
