@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ssd_fx.runtime import chrome, trace
+from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.stores import close_stores
 from tests.runtime.fake_gpu import installed
 from tests.runtime.harness import load, release, store
@@ -40,6 +41,18 @@ def test_every_event_with_its_times_and_place(config, tmp_path):
         assert before <= event["ts"] <= event["ts"] + event["dur"] <= after
         assert event["args"]["engine"] == "posix"
         assert event["args"]["nbytes"] == 4 * N
+
+
+def test_memory_is_counted_at_every_node(config, tmp_path):
+    CPU_ALLOCATOR.install()
+    x = torch.randn(1 << 20)
+    load(store(x, config), x)
+    chrome.export(tmp_path / "trace.json")
+    counted = [
+        e["args"]["bytes"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "C"
+    ]
+    assert counted == [e["args"]["live"] for e in complete(tmp_path / "trace.json") if e["args"]["live"]]
+    assert min(counted) >= x.nbytes
 
 
 def test_transfers_that_overlap_have_rows_of_their_own(tmp_path):
