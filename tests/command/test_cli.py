@@ -17,6 +17,7 @@ from ssd_fx import cli
 from ssd_fx.calibration.cache import Entry
 from ssd_fx.options import Options
 from ssd_fx.runtime.engines import gds, preflight
+from tests.runtime.harness import directories
 
 NAMES = ("doctor", "calibrate", "fit", "explain", "report")
 
@@ -131,9 +132,7 @@ def test_directories_that_are_striped_are_measured_together(tmp_path: Path, monk
     calibrate = cli.calibrating.calibrate
     monkeypatch.setattr(calibrate, "_learn", lambda config, device, *_: (asked.append(config), known(config, device)))
     monkeypatch.setattr(calibrate, "_known", {})
-    both = [str(tmp_path / name) for name in "ab"]
-    for path in both:
-        os.mkdir(path)
+    both = directories(tmp_path, 2)
     assert cli.main(["calibrate", *both]) == 0
     assert [list(config.dirs) for config in asked] == [both]
 

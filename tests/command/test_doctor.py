@@ -21,13 +21,15 @@ import ssd_fx
 from ssd_fx import cli, mounts
 from ssd_fx.calibration import cache, round_trip
 from ssd_fx.calibration.cache import Entry
-from ssd_fx.command import directories, limits, smart, software
+from ssd_fx.command import limits, smart, software
+from ssd_fx.command.directories import file_system, quota, room, wear
 from ssd_fx.command.findings import Finding, summary, worst
 from ssd_fx.options import Options
 from ssd_fx.runtime.engines.base import Completion, Extent, Memory
 from ssd_fx.runtime.engines.registry import ENGINES
 from ssd_fx.runtime.native import loader
 from tests.runtime.engines import Wrapped
+from tests.runtime.harness import directories
 
 
 def doctor(*words: object) -> int:
@@ -135,9 +137,7 @@ def test_rates_that_were_never_measured(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_rates_of_a_stripe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several directories are taken for one stripe, whose rates are not those of each drive."""
-    both = [str(tmp_path / name) for name in "ab"]
-    for path in both:
-        os.mkdir(path)
+    both = directories(tmp_path, 2)
     monkeypatch.setattr(mounts, "name_of", lambda path: path)
     monkeypatch.setenv("SSD_FX_ENGINE", "posix")
     cpu = torch.device("cpu")
@@ -311,7 +311,7 @@ def mounted(kind: str, *options: str) -> mounts.Mount:
     ],
 )
 def test_file_systems_that_do_not_suit(kind: str, says: str, do: str) -> None:
-    found = directories.file_system(mounted(kind))
+    found = file_system(mounted(kind))
     assert found.status == ("warn" if says else "ok")
     assert found.says.startswith(f"{kind} on /dev/x, mounted at /mnt")
     assert says in found.says
@@ -319,15 +319,15 @@ def test_file_systems_that_do_not_suit(kind: str, says: str, do: str) -> None:
 
 
 def test_quotas() -> None:
-    (found,) = directories.quota(mounted("xfs", "rw", "prjquota"))
+    (found,) = quota(mounted("xfs", "rw", "prjquota"))
     assert (found.status, found.says) == ("warn", "prjquota is on, which free space does not show")
-    assert list(directories.quota(mounted("xfs", "rw", "noquota"))) == []
+    assert list(quota(mounted("xfs", "rw", "noquota"))) == []
 
 
 @pytest.mark.parametrize(("free_gib", "status", "says"), [(7.0, "warn", "6 GiB may"), (40.0, "ok", "39 GiB may")])
 def test_room(free_gib: float, status: str, says: str) -> None:
     free, block = int(free_gib * 2**30) // 4096, 4096
-    found = directories.room(os.statvfs_result((block, block, 2**26, free, free, 0, 0, 0, 0, 255)))
+    found = room(os.statvfs_result((block, block, 2**26, free, free, 0, 0, 0, 0, 255)))
     assert found.status == status
     assert found.says.startswith(says)
     assert found.figures["usable_bytes"] == free * block - 2**30
@@ -346,7 +346,7 @@ DRIVE = mounts.Drive("nvme0n1", "Fast 1TB", controller="nvme0")
 )
 def test_wear(worn: smart.Wear, status: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smart, "read", lambda _: worn)
-    (found,) = directories.wear([DRIVE])
+    (found,) = wear([DRIVE])
     assert found.status == status
     assert says in found.says
 
@@ -356,13 +356,13 @@ def test_wear_that_only_root_may_read(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/dev/nvme0")
 
     monkeypatch.setattr(smart, "read", refuses)
-    (found,) = directories.wear([DRIVE])
+    (found,) = wear([DRIVE])
     assert found.says == "/dev/nvme0 does not say (Permission denied)"
     assert "as root" in found.do
 
 
 def test_what_is_no_nvme_drive() -> None:
-    (found,) = directories.wear([mounts.Drive("vda")])
+    (found,) = wear([mounts.Drive("vda")])
     assert "nothing is known of its life" in found.says
 
 

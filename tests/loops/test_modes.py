@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor import list_mode_options
+from torch._inductor import compile_fx, config, list_mode_options
 from torch._subclasses import FakeTensorMode
 
 import ssd_fx
+from ssd_fx.compat import inductor
+from ssd_fx.passes.lowering.order import PinOrder
+from ssd_fx.passes.lowering.settings import warn_no_cuda_graphs
 from tests import bitwise
 from tests.bitwise import Compile, assert_same_bits
 from tests.loops.loops import (
@@ -149,8 +152,6 @@ def test_lite_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("setting", ["combo_kernels", "cpp_wrapper"])
 def test_settings_of_inductor(tmp_path: Path, setting: str) -> None:
     """Combo kernels are left out, for they cross the planned order; in C++ a release waits for its write."""
-    from torch._inductor import config
-
     loop = trained(lambda: Net(blocks=1), batch(0), batch(1))
     with config.patch({setting: True}), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -172,8 +173,6 @@ class Counted:
 
 
 def test_the_user_s_passes_of_the_scheduler_run_too(tmp_path: Path) -> None:
-    from torch._inductor import config
-
     before, behind = Counted(), Counted()
     with config.patch({"_pre_fusion_custom_pass": before, "_post_fusion_custom_pass": behind}):
         compiled = torch.compile(lambda x: (x @ x).sin().sum(), backend="ssd_fx", options={"dirs": [str(tmp_path)]})
@@ -182,8 +181,6 @@ def test_the_user_s_passes_of_the_scheduler_run_too(tmp_path: Path) -> None:
 
 
 def test_another_partitioner_is_refused() -> None:
-    from torch._inductor import config
-
     with (
         config.patch(custom_partitioner_fn=object()),
         pytest.raises(ValueError, match="custom_partitioner_fn is set, and ssd_fx is a partitioner; unset it"),
@@ -193,11 +190,6 @@ def test_another_partitioner_is_refused() -> None:
 
 def test_a_mode_reaches_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its settings are in force when Inductor compiles, beside ours."""
-    from torch._inductor import list_mode_options
-
-    from ssd_fx.compat import inductor
-    from ssd_fx.passes.lowering.order import PinOrder
-
     seen: list[dict[str, Any]] = []
 
     def compiler(gm: torch.fx.GraphModule, inputs: Any, config_patches: dict[str, Any], **_: object) -> Any:
@@ -218,8 +210,6 @@ def test_a_region_that_asks_for_cuda_graphs_gets_none(tmp_path: Path, monkeypatc
     override = pytest.importorskip("torch._dynamo.decorators").__dict__.get("override_cudagraphs")
     if override is None:
         pytest.skip("this torch has no override_cudagraphs")
-    from torch._inductor import compile_fx
-
     seen: list[bool] = []
     decided = compile_fx.create_compiler_config_extra
 
@@ -241,8 +231,6 @@ def test_a_region_that_asks_for_cuda_graphs_gets_none(tmp_path: Path, monkeypatc
 
 def test_cuda_graphs_are_left_out_aloud(recwarn: pytest.WarningsRecorder) -> None:
     """On a CPU nobody asks for them; on a GPU a write that is late would read what the next replay puts there."""
-    from ssd_fx.passes.lowering.settings import warn_no_cuda_graphs
-
     warn_no_cuda_graphs([batch(0)])
     assert not recwarn
     with FakeTensorMode(), pytest.warns(RuntimeWarning, match="without CUDA graphs"):

@@ -21,6 +21,7 @@ from tests.loops.loops import (
     gradients,
     parameters,
 )
+from tests.runtime.harness import directories
 
 
 def generator_and_critic(compile: Compile) -> list[Tensor]:
@@ -75,10 +76,8 @@ def test_each_has_its_own_options(tmp_path: Path) -> None:
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
     common: dict[str, Any] = {"inner": "aot_eager", "min_bytes": 0}
-    said = [{"budget": 1.0}]
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        said.append({"dirs": [str(tmp_path / name)]})
+    said: list[dict[str, Any]] = [{"budget": 1.0}]
+    said += [{"dirs": [path]} for path in directories(tmp_path, 2)]
     chosen: list[Any] = [{"backend": "ssd_fx", "options": common | more} for more in said]
     compiled = [torch.compile(m, **how) for m, how in zip(models, [*chosen, {"backend": "aot_eager"}], strict=True)]
     losses = []
