@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import ssd_fx
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+NO_TMPFS = pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm")
 
 
 def complaint_of_the_backend(options: dict[str, object]) -> Exception:
@@ -25,6 +27,8 @@ def complaint_of_the_backend(options: dict[str, object]) -> Exception:
         ({"bugdet": 0}, "has no option 'bugdet'; did you mean 'budget'"),
         ({"budget": "lots"}, "budget='lots' is not a budget"),
         ({"dirs": ["/nowhere/at/all"]}, "does not exist; create it on an NVMe drive: '/nowhere/at/all'"),
+        ({"dirs": [__file__]}, "need a directory"),
+        pytest.param({"dirs": ["/dev/shm"]}, "allow_tmpfs", marks=NO_TMPFS),
         ({"dirs": ["/proc"]}, "no file can be made here .*name a directory on a drive: '/proc'"),
         ({"machine": {"flops": "many"}}, "flops='many' is no rate"),
         ({"dump": "/proc/nothing"}, "No such file or directory: '/proc/nothing'"),
