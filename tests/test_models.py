@@ -1,4 +1,7 @@
-"""Small models, each with something that a saved tensor can trip over: bitwise what they are with everything kept."""
+"""Small models, each with something that a saved tensor can trip over: bitwise what they are with everything kept.
+
+Mixed precision, graphs that break: tests/loops.
+"""
 
 from __future__ import annotations
 
@@ -63,14 +66,6 @@ class Checkpointed(nn.Module):
         return self.layers[0](x).sigmoid().sum()
 
 
-class Autocast(Concatenated):
-    """bf16 activations of fp32 parameters."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x)
-
-
 class ManyViews(nn.Module):
     """Chunks, transposes, slices and an expanded tensor of few storages."""
 
@@ -85,19 +80,6 @@ class ManyViews(nn.Module):
         k = F.softmax(t.t() @ t, -1)
         slices = t[:5, :7].contiguous().exp().sum() + h.view(-1, 16)[::2].tanh().sum()
         return (k @ t.t()).sum() + slices + (u.unsqueeze(0).expand(3, -1, -1) @ k).sum()
-
-
-class GraphBreak(nn.Module):
-    """Two graphs: the hidden state between them is an input of the second one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x).sin()
-        torch._dynamo.graph_break()
-        return (self.b(h).exp() * h).sum()
 
 
 class _Exp(torch.autograd.Function):
@@ -124,7 +106,7 @@ class CustomFunction(nn.Module):
         return (_Exp.apply(self.a(x)) * self.a(x.sin())).sum()
 
 
-MODELS = (Concatenated, Convolutional, ChannelsLast, Checkpointed, Autocast, ManyViews, GraphBreak, CustomFunction)
+MODELS = (Concatenated, Convolutional, ChannelsLast, Checkpointed, ManyViews, CustomFunction)
 
 
 def gradients(make: Callable[[], nn.Module], micro_batches: int, compile: Compile) -> list[Tensor]:
