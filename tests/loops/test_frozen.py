@@ -137,30 +137,3 @@ def test_lora(tmp_path: Path, inner: str) -> None:
     adapted = assert_no_bit_changes(trained(lambda: Blocks(adapted=True)), tmp_path, inner)
     assert_all_read_back(adapted)
     assert full.saved_bytes - adapted.saved_bytes >= 3 * 2 * 4 * ACTIVATION_BYTES  # steps, blocks, width
-
-
-@pytest.mark.slow
-def test_peft(tmp_path: Path) -> None:
-    """LoRA of the library peft on a GPT-2 of transformers."""
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    config = transformers.GPT2Config(n_layer=2, n_embd=WIDTH, n_head=2, vocab_size=64, n_positions=32)
-    adapters = peft.LoraConfig(target_modules=["c_attn"], r=4)
-    saved = []
-
-    def loop(adapted: bool) -> Loop:
-        def run(compile: Compile) -> list[Tensor]:
-            model = transformers.GPT2LMHeadModel(config)
-            model = peft.get_peft_model(model, adapters) if adapted else model
-            compiled = compile(model)
-            tokens = torch.arange(64).view(2, 32)
-            loss = compiled(input_ids=tokens, labels=tokens).loss
-            backward(loss)
-            return [loss.detach(), *gradients(model)]
-
-        return run
-
-    for adapted in (False, True):
-        stats = assert_no_bit_changes(loop(adapted), tmp_path)
-        assert ssd_fx.stats().read_bytes == stats.written_bytes
-        saved.append(stats.saved_bytes)
-    assert saved[1] < saved[0]
