@@ -143,27 +143,6 @@ def test_a_write_fails(tmp_path: Path, code: int, inner: str) -> None:
     assert not made[0].out
 
 
-@pytest.mark.slow
-def test_the_file_may_not_grow(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE: what fits is written, the rest stays, one warning, right gradients, a clean exit."""
-    code = """
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        trainee = Trainee(where)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            for i in range(3):
-                trainee.step(i)
-                gc.collect()  # see test_the_garbage_collector_is_off_and_the_directory_retired
-        told = [str(w.message) for w in warned if issubclass(w.category, RuntimeWarning)]
-        assert len(told) == 1 and str(where) in told[0] and "File too large" in told[0], told
-        stats = ssd_fx.stats()
-        assert stats.written_bytes == 3 * 65536, stats  # one of 64 KiB fits
-        assert stats.disk_bytes <= 100_000, stats
-        print("fine")
-    """
-    assert run(code, tmp_path) == ("fine\n", "", 0)
-
-
 def test_a_read_fails(tmp_path: Path) -> None:
     """OSError with path, offset, bytes and the tensor; then, in the same process, a right step."""
     made: list[Counting] = []
@@ -192,40 +171,6 @@ def test_a_read_fails(tmp_path: Path) -> None:
 
 
 # ---- the process ends
-
-
-def free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bfree * status.f_frsize
-
-
-TRAIN_FOREVER = """
-    trainee = Trainee(where)
-    trainee.step()
-    print(ssd_fx.stats().disk_bytes, flush=True)
-    while True:
-        trainee.step()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_signal_ends_training(tmp_path: Path, number: signal.Signals) -> None:
-    """No file is there before or after, and the space comes back when the process is gone."""
-    for _ in range(3):  # others use the file system too
-        process = start(TRAIN_FOREVER, tmp_path)
-        assert process.stdout is not None
-        held = int(process.stdout.readline())
-        assert held > 0
-        assert os.listdir(tmp_path) == []
-        before = free_bytes(tmp_path)
-        process.send_signal(number)
-        process.communicate(timeout=60)
-        assert process.returncode == -number
-        assert os.listdir(tmp_path) == []
-        if abs(free_bytes(tmp_path) - before - held) < held // 4:
-            return
-    pytest.fail(f"{held} B were held, and free space went from {before} to {free_bytes(tmp_path)} B")
 
 
 @pytest.mark.slow
@@ -567,29 +512,6 @@ def test_the_working_directory_changes(tmp_path: Path, monkeypatch: pytest.Monke
     trainee.step(1)
     files = [path for path in descriptors().values() if path.startswith(str(tmp_path))]
     assert [Path(path).parent for path in files] == [tmp_path / "here"]
-
-
-@pytest.mark.slow
-def test_eight_processes_in_one_directory(tmp_path: Path) -> None:
-    """Their files have no names, so they cannot meet; every gradient of each is right."""
-    code = """
-        trainee = Trainee(where)
-        with torch.no_grad():
-            for x in trainee.inputs:
-                x.add_(os.getpid() % 1000)
-        kept = compile_toy(trainee.model, where, "memory")
-        trainee.expected = [gradients(kept(x), trainee.model) for x in trainee.inputs]
-        until = time.monotonic() + 5
-        while time.monotonic() < until:
-            for i in range(4):
-                trainee.step(i)
-        assert ssd_fx.stats().read_bytes == ssd_fx.stats().written_bytes
-        print("fine")
-    """
-    processes = [start(code, tmp_path) for _ in range(8)]
-    ended = [(*process.communicate(timeout=300), process.returncode) for process in processes]
-    assert ended == [("fine\n", "", 0)] * 8
-    assert os.listdir(tmp_path) == []
 
 
 # ---- ssd_fx.checkpoint

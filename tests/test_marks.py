@@ -279,6 +279,18 @@ class Trainer:
         return self.model(x) * 2
 
 
+class Hoarding(Named):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.given = x  # from here on, Dynamo looks into self.__dict__
+        return super().forward(x)
+
+
+class HoardingTrainer(Trainer):
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.given = x
+        return super().step(x)
+
+
 def closure() -> Callable[[torch.Tensor], torch.Tensor]:
     model = Named()
     return lambda x: model(x) * 2
@@ -295,38 +307,18 @@ def compiled_with(what: object, options: dict[str, object], **more: object) -> C
         (Outer, "inner.blocks.1.attn"),
         (lambda: Trainer().step, "blocks.1.attn"),
         (closure, "blocks.1.attn"),
+        (Hoarding, "blocks.1.attn"),
+        (lambda: HoardingTrainer().step, "blocks.1.attn"),
     ],
-    ids=["model", "nested", "method", "closure"],
+    ids=["model", "nested", "method", "closure", "with an attribute", "a method that sets one"],
 )
 def test_names_are_those_of_named_modules(
     options: dict[str, object], tmp_path: Path, what: Callable[[], object], pattern: str
 ) -> None:
     dump = tmp_path / "dump"
     compiled_with(what(), options, dump=str(dump), keep=[pattern])(torch.randn(4, 8)).sum().backward()
-    kept = [line.split()[0] for line in plan_text(dump).splitlines() if f"keep=['{pattern}']" in line]
-    assert kept == ["sigmoid_1"]
-
-
-class Hoarding(Named):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.given = x  # from here on, Dynamo looks into self.__dict__
-        return super().forward(x)
-
-
-class HoardingTrainer(Trainer):
-    def step(self, x: torch.Tensor) -> torch.Tensor:
-        self.given = x
-        return super().step(x)
-
-
-@pytest.mark.parametrize("what", [Hoarding, lambda: HoardingTrainer().step])
-def test_a_pattern_for_modules_of_what_gets_an_attribute(
-    options: dict[str, object], tmp_path: Path, what: Callable[[], object]
-) -> None:
-    dump = tmp_path / "dump"
-    compiled_with(what(), options, dump=str(dump), keep=["blocks.1.attn"])(torch.randn(4, 8)).sum().backward()
     text = plan_text(dump)
-    assert [line.split()[0] for line in text.splitlines() if "keep=['blocks.1.attn']" in line] == ["sigmoid_1"]
+    assert [line.split()[0] for line in text.splitlines() if f"keep=['{pattern}']" in line] == ["sigmoid_1"]
     assert "__dict__" not in text
 
 

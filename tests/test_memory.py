@@ -172,23 +172,15 @@ def test_bitwise(training: Callable[..., Trained], range_of: tuple[int, int]) ->
     assert found[1:] == found[:1] * 2
 
 
-def test_the_report_s_first_line(training: Callable[..., Trained]) -> None:
-    trained = training("1TiB")
-    for _ in range(3):
-        trained.step()
-    assert re.match(
-        r"memory +fits 1 TiB: [\d.]+ MiB measured, 5\d(\.\d+)? MiB of activations stay; ", str(ssd_fx.report())
-    )
-    assert ssd_fx.stats().memory_limit_bytes == 1 << 40
-
-
 def test_what_stays_has_the_limit_for_its_reason(training: Callable[..., Trained]) -> None:
     """No write and no read is to blame, and no tensor that stays is said to be offloaded."""
     trained = training("1TiB")
     for _ in range(4):
         trained.step()
+    assert ssd_fx.stats().memory_limit_bytes == 1 << 40
     found = ssd_fx.report()
     said = dict(lines(found))
+    assert re.match(r"fits 1 TiB: [\d.]+ MiB measured, 5\d(\.\d+)? MiB of activations stay; ", said["memory"])
     assert "above the plan: 56 MiB stay, for `memory` has room; planned" in said["memory"]
     assert "inflight" not in said["memory"]
     assert said["plan"] == "0 of 7 groups (0 B) are offloaded; 7 (56 MiB) stay as long as `memory` has room"

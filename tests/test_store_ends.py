@@ -24,6 +24,7 @@ from ssd_fx.runtime.stores import get_store, stores
 from tests.bitwise import assert_same_bits
 from tests.faults.toys import Counting, Toy, compile_toy, descriptors, gradients, settle
 from tests.runtime.engines import DelayedEngine, around
+from tests.runtime.harness import until
 
 SETS = 12
 # They count what a whole process holds, and one of several runs failed once for a cause not known yet.
@@ -46,7 +47,7 @@ def forget_graphs() -> None:
     I/O threads that are left are those of an engine which an earlier test did not close.
     """
     torch._dynamo.reset()
-    comes_true(lambda: gc.collect() >= 0 and not stores and io_threads() == 0)
+    until(lambda: gc.collect() >= 0 and not stores and io_threads() == 0)
 
 
 def io_threads() -> int:
@@ -57,14 +58,6 @@ def io_threads() -> int:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found += Path(f"/proc/self/task/{task}/comm").read_text() == "ssd_fx-io\n"
     return found
-
-
-def comes_true(what: Callable[[], bool], seconds: float = 10.0) -> None:
-    """The janitor follows up deaths a twentieth of a second later."""
-    until = time.perf_counter() + seconds
-    while not what() and time.perf_counter() < until:
-        time.sleep(0.01)
-    assert what()
 
 
 def held(inner: str = "aot_eager") -> dict[str, int]:
@@ -105,7 +98,7 @@ def expected(model: Toy, x: Tensor, tmp_path: Path) -> list[Tensor]:
     return gradients(compile_toy(model, tmp_path, "memory")(x), model)
 
 
-@pytest.mark.parametrize(("inner", "sets"), [("aot_eager", SETS), pytest.param("inductor", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("inner", "sets"), [("aot_eager", SETS), ("inductor", 2)])
 @torch._dynamo.config.patch(recompile_limit=2 * SETS)
 def test_a_reset_gives_back_what_many_sets_of_options_took(
     model: Toy, x: Tensor, tmp_path: Path, inner: str, sets: int
@@ -124,8 +117,8 @@ def test_a_reset_gives_back_what_many_sets_of_options_took(
     torch.empty(1 << 27, dtype=torch.uint8)  # idle from here on
     touched = CPU_ALLOCATOR.touched_bytes
     forget_graphs()
-    comes_true(lambda: no_more_than(before, inner))
-    comes_true(lambda: CPU_ALLOCATOR.touched_bytes < touched - (1 << 26))
+    until(lambda: no_more_than(before, inner))
+    until(lambda: CPU_ALLOCATOR.touched_bytes < touched - (1 << 26))
 
 
 class Holding:
@@ -159,7 +152,7 @@ def test_graphs_of_one_set_of_options_share_a_store_until_the_last_has_gone(
     assert list(stores.values()) == [store]
     backend.held.clear()
     gc.collect()
-    comes_true(lambda: not stores)
+    until(lambda: not stores)
 
 
 def test_a_backward_still_comes_after_its_graph_has_gone(
@@ -177,7 +170,7 @@ def test_a_backward_still_comes_after_its_graph_has_gone(
     for _ in range(3):
         assert_same_bits(gradients(losses.pop(), model), expected)
         gc.collect()
-    comes_true(lambda: not stores)
+    until(lambda: not stores)
 
 
 def test_what_never_had_a_graph_lives_until_close(tmp_path: Path) -> None:
@@ -223,8 +216,8 @@ def test_explain_leaves_no_store(model: Toy, x: Tensor, tmp_path: Path) -> None:
     forget_graphs()
     before = held()
     ssd_fx.explain(model, options={"dirs": [str(tmp_path)], "inner": "aot_eager", "min_bytes": 0})(x)
-    comes_true(lambda: gc.collect() >= 0 and not stores)
-    comes_true(lambda: all(now <= before[what] for what, now in held().items()))
+    until(lambda: gc.collect() >= 0 and not stores)
+    until(lambda: all(now <= before[what] for what, now in held().items()))
 
 
 def test_close_with_a_forward_in_flight(model: Toy, x: Tensor, expected: list[Tensor], tmp_path: Path) -> None:
@@ -236,7 +229,7 @@ def test_close_with_a_forward_in_flight(model: Toy, x: Tensor, expected: list[Te
     settle()
     ssd_fx.close()
     assert held()["entries"] > before.pop("entries")
-    comes_true(lambda: no_more_than(before))
+    until(lambda: no_more_than(before))
     for _ in range(2):  # asking again helps nobody
         with pytest.raises(RuntimeError, match=LOST):
             torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
@@ -298,7 +291,7 @@ def test_close_in_a_loop(model: Toy, x: Tensor, expected: list[Tensor], tmp_path
         assert_same_bits(train(model, x, compiled), expected)
         ssd_fx.close()
         ssd_fx.close()  # nothing is left to end
-    comes_true(lambda: no_more_than(before))
+    until(lambda: no_more_than(before))
 
 
 def test_no_extent_is_forgotten(model: Toy, x: Tensor, tmp_path: Path) -> None:
@@ -331,4 +324,4 @@ def test_graphs_are_told_apart_by_their_options(tmp_path: Path) -> None:
     with entries.GUARD.lock:
         del graph
         gc.collect()
-    comes_true(lambda: parse(config) not in stores)
+    until(lambda: parse(config) not in stores)
