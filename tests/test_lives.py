@@ -177,7 +177,9 @@ def test_a_read_fails(tmp_path: Path) -> None:
 def test_the_interpreter_exits_with_writes_in_flight(tmp_path: Path) -> None:
     """Late writes, a graph that still lives, staged loads: a clean exit without a word."""
     code = """
-        trainee = Trainee(where, around(lambda inner: Late(inner, 3600, 3600)))
+        from tests.rates import QUICK
+        late = around(lambda inner: Late(inner, 3600, 3600))
+        trainee = Trainee(where, late, machine=QUICK)  # a plan in which no release waits for its write
         losses = [trainee.forward(i) for i in range(4)]
         trainee.backward(losses[0])
         fast = Trainee(where)

@@ -23,6 +23,7 @@ from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR
 from ssd_fx.runtime.stores import get_store, stores
 from tests.bitwise import assert_same_bits
 from tests.faults.toys import Counting, Toy, compile_toy, descriptors, gradients, settle
+from tests.rates import QUICK
 from tests.runtime.engines import DelayedEngine, around
 from tests.runtime.harness import until
 
@@ -244,7 +245,7 @@ def test_close_loses_nothing_that_is_in_memory(
 ) -> None:
     late = around(lambda inner: DelayedEngine(inner, 5.0, 5.0))
     engine = late if options.pop("engine", "posix") == "late" else "posix"
-    compiled = compile_toy(model, tmp_path, engine, **options)
+    compiled = compile_toy(model, tmp_path, engine, machine=QUICK, **options)  # no release waits for its write
     loss = compiled(x.clone())
     ssd_fx.close()
     assert stores == {}
