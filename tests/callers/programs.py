@@ -48,11 +48,13 @@ class Program:
 
 @dataclass
 class Draft:
-    """A program while it is drawn. `values`: names of tensors and their rows; `blocks`: names and what they call."""
+    """A program while it is drawn. `kinds`: of blocks that it may have; `values`: names of tensors and their rows;
+    `blocks`: names and what they call."""
 
     draw: st.DrawFn
     mode: str
     sizes: tuple[int, ...]
+    kinds: tuple[str, ...]
     lines: list[str] = field(default_factory=list)
     values: dict[str, int] = field(default_factory=dict)
     leaves: list[str] = field(default_factory=list)
@@ -105,7 +107,7 @@ class Draft:
         return name
 
     def block(self) -> str:
-        kind, name = self.one(*BLOCKS), f"b{len(self.blocks)}"
+        kind, name = self.one(*self.kinds), f"b{len(self.blocks)}"
         again = self.one(kind, *self.blocks.values())  # code that serves two instances
         how = f", hidden={self.one(8, 10)}" if again == "Mlp" and self.mode in ("own", "automatic") else ""
         self.blocks[name] = again
@@ -275,12 +277,14 @@ ACTIONS: tuple[Callable[[Draft], object], ...] = (
 
 
 @st.composite
-def programs(draw: st.DrawFn, most_lines: int = 12, modes: tuple[str, ...] = MODES) -> Program:
+def programs(
+    draw: st.DrawFn, most_lines: int = 12, modes: tuple[str, ...] = MODES, kinds: tuple[str, ...] = tuple(BLOCKS)
+) -> Program:
     """Programs of up to `most_lines` actions, each with a forward and a backward at least."""
     mode = draw(st.sampled_from([*modes[:1] * 5, *modes[:2] * 2, *modes]))
     precision = draw(st.sampled_from(["float32"] * 5 + ["bfloat16", "autocast", "autocast"]))
     sizes = {"static": (4,), "own": (4,), "dynamic": (2, 3, 4, 5), "automatic": (3, 4, 5)}[mode]
-    draft = Draft(draw, mode, sizes)
+    draft = Draft(draw, mode, sizes, kinds)
     for _ in range(draft.number(1, 3)):
         draft.block()
     for _ in range(draft.number(1, 2)):
