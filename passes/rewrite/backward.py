@@ -58,9 +58,10 @@ class BackwardWriter:
         saved = self.placeholders[member.name]
         with self.graph.inserting_before(saved):
             node = self.graph.create_node("placeholder", name, name=name)
+        # Inductor has numbered the regions between mutations. If the first node has no number, it does so again, and
+        # then merges no product with an addition behind a wait.
+        node.meta = {name: saved.meta[name] for name in ("desc", "mutation_region_id") if name in saved.meta}
         node.meta["val"] = rebuild.stand_in(self.fake_mode, saved.meta["val"])
-        if "desc" in saved.meta:
-            node.meta["desc"] = saved.meta["desc"]
         return node
 
     def _load(self, group: AliasGroup, event: Event, seq: int) -> None:

@@ -308,6 +308,21 @@ def test_the_kernels_are_those_of_plain_inductor(toy: toys.Toy) -> None:
     assert "load" in text(ours[1])
 
 
+def sum_behind_a_wait(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Backward: mm -> [wait for the tanh] -> add. Of `v` no gradient is asked, so the first saved tensor leaves."""
+    z = x @ w
+    return (z.tanh() + (z @ v).sin()).sum()
+
+
+def test_a_product_is_merged_with_an_addition_behind_a_wait() -> None:
+    """Inductor matches no pattern across a mutation, and a wait is one, if the first input has lost its number."""
+    inputs = (*toys.inputs(), torch.randn(8, 8))
+    ours = {"machine": "default", "spare": False, "recompute": False}
+    for options in (ours, None):
+        backward = lower(sum_behind_a_wait, *inputs, options=options)[1]
+        assert [backward.code.count(f"extern_kernels.{name}(") for name in ("addmm", "mm")] == [1, 2]
+
+
 @pytest.mark.slow
 def test_the_kernels_of_a_gpt_are_those_of_plain_inductor() -> None:
     """Two layers. As many extern calls, and no loop nest more, after fusion: the forward has 36 kernels, plain 37."""
