@@ -18,13 +18,12 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from ssd_fx.compat import CustomPartitionerFn, saved_tensors_hooks, trace_log
+from ssd_fx.compat import CustomPartitionerFn, saved_tensors_hooks, syncs_decisions, trace_log
 from ssd_fx.passes import pipeline
 from ssd_fx.passes.joint.recompute import Joint
 from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Names, Partition, node_names
 from ssd_fx.passes.plan import Plan
-from ssd_fx.passes.proposals import ranks_agree
 from ssd_fx.passes.stages import Stages
 from ssd_fx.passes.user_errors import user_errors
 
@@ -128,7 +127,7 @@ class Partitioner(CustomPartitionerFn):
         lasting = None if self.lasting is None else sorted(self.lasting)
         parts = [repr(self.options), str(self.keeps_all), str(lasting), torch.__version__]
         policy = self.options.policy
-        if self.report is not None or ranks_agree() or (policy is not None and not policy.uuid):
+        if self.report is not None or syncs_decisions() or (policy is not None and not policy.uuid):
             # Another process has no report of ours, and its policy may be another function of the same name. And if
             # ranks exchange what they save, all must partition: a rank with a cached result would go on to a collective
             # of the forward, while others wait in the exchange.

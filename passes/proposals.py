@@ -79,8 +79,8 @@ def decide_for_all(
         pairs = zip(asked, budgets, strict=True)
         plans = [decide(own.partition, o, budget=b, analysed=own.plan) for o, b in pairs]
         return [(own.partition, with_nodes(own.partition, plan)) for plan in plans]
-    proposals = Proposals(joint, own, options)
-    first = [proposals.propose(o, b) for o, b in zip(asked, budgets, strict=True)]
+    first = [propose(own, o, b) for o, b in zip(asked, budgets, strict=True)]
+    proposals = Proposals(joint, own, options, first[0])
     found: dict[int, Candidate] = {}
     for i in sorted(range(len(asked)), key=lambda i: first[i].limits.memory):  # the tightest first
         found[i] = proposals.best(asked[i], budgets[i], first[i])
@@ -107,18 +107,27 @@ def decide_with_room(joint: Joint, own: Candidate, options: PlanOptions) -> tupl
     return (partition, plan) if more <= room / 2 else (least, lowest)  # the rest of the room is for held tensors
 
 
+def propose(base: Candidate, options: PlanOptions, budget: Budget, saved: Collection[int] = ()) -> Plan:
+    """A plan of `base` in which groups may be computed again, except those of the slots `saved`.
+
+    Raises:
+        BudgetError: no plan meets the budget.
+    """
+    return decide(base.partition, options, budget=budget, priced=True, saved=saved, quick=True, analysed=base.plan)
+
+
 class Proposals:
     """The partitions of one joint graph that were tried, for all budgets of a call.
 
-    `own`: PyTorch's partition, with the plan that the analyses make. `found`: every partition that got a plan, so that
-    a loose budget may take one that a tight budget has found. Methods get `options` with the budget that they are for.
+    `own`: PyTorch's partition, with the plan that the analyses make. `priced`: a plan of it with prices. `found`: every
+    partition that got a plan, so that a loose budget may take one that a tight budget has found. Methods get `options`
+    with the budget that they are for.
     """
 
-    def __init__(self, joint: Joint, own: Candidate, options: PlanOptions) -> None:
-        self.joint, self.own, self.options = joint, own, options
-        self.first: Plan | None = None  # the last plan of `own` that was proposed
+    def __init__(self, joint: Joint, own: Candidate, options: PlanOptions, priced: Plan) -> None:
+        self.joint, self.own, self.options, self.priced = joint, own, options, priced
         self.found: list[Candidate] = []
-        self._cut: dict[frozenset[str], Partition | None] = {}
+        self._cut: dict[tuple[frozenset[str], ...], Partition | None] = {}  # by what is computed again, and saved
 
     @functools.cached_property
     def layered(self) -> Candidate | None:
@@ -128,21 +137,7 @@ class Proposals:
     @functools.cached_property
     def selective(self) -> Candidate | None:
         """The partition that saves the results of products too, as a selective checkpoint does, or None."""
-        return None if self.first is None else selective(self.joint, self.own, self.first, self.options)
-
-    def propose(
-        self, options: PlanOptions, budget: Budget, saved: Collection[int] = (), base: Candidate | None = None
-    ) -> Plan:
-        """A plan of `base` in which groups may be computed again, except those of the slots `saved`.
-
-        Raises:
-            BudgetError: no plan meets the budget.
-        """
-        base = base or self.own
-        plan = decide(base.partition, options, budget=budget, priced=True, saved=saved, quick=True, analysed=base.plan)
-        if base is self.own:
-            self.first = plan
-        return plan
+        return selective(self.joint, self.own, self.priced, self.options)
 
     def best(self, options: PlanOptions, budget: Budget, proposal: Plan) -> Candidate:
         """The best partition for a budget, with a plan of the full search, or of the short search if that is better.
@@ -181,7 +176,7 @@ class Proposals:
             more = shares * (own.step.everything - own.step.floor) / SHARES
             limits = replace(limits, memory=limits.memory + more, kept=limits.kept + more)
             try:
-                proposal = self.propose(options, limits)
+                proposal = propose(self.own, options, limits)
             except BudgetError:
                 break
             best = self.within(options, limits, proposal) or best
@@ -222,7 +217,7 @@ class Proposals:
         if not self._may_gain(base, limits):
             return
         with suppress(BudgetError):
-            proposal = self.propose(options, limits, base=base)
+            proposal = propose(base, options, limits)
             if self._is_better(proposal, limits):
                 self._improve(options, limits, base, proposal, first)
 
@@ -258,7 +253,7 @@ class Proposals:
             if (tight, saved) == before or not left:
                 break
             try:
-                proposal = self.propose(options, tight, saved, base)
+                proposal = propose(base, options, tight, saved)
             except BudgetError:
                 break
             # PyTorch's cut may find a cheaper way than the chains, so a slower proposal may be cut into a faster plan
@@ -281,15 +276,16 @@ class Proposals:
             return None
         if partition is not self.own.partition:
             asked = proposal or plan.proposal  # a selective partition has its proposal from the start
-            plan = plan.with_(proposal=asked, own=None if self.first is None else self.first.origin)
+            plan = plan.with_(proposal=asked, own=self.priced.origin)
         self.found.append(Candidate(partition, plan))
         return self.found[-1]
 
     def _partition_for(self, proposal: Plan, base: Candidate) -> Partition | None:
         again = proposal.recomputed_nodes | base.again
-        if again not in self._cut:
-            self._cut[again] = cut_so(self.joint, self.own, again, proposal)
-        return self._cut[again]
+        key = (again, proposal.saved_nodes)  # a proposal from another base may compute the same again, and save others
+        if key not in self._cut:
+            self._cut[key] = cut_so(self.joint, self.own, again, proposal)
+        return self._cut[key]
 
 
 def best_within(found: Iterable[Candidate], limits: Limits) -> Candidate | None:
@@ -332,9 +328,4 @@ def _is_partitioned_once() -> bool:
     * PyTorch quantizes what is saved, and notes that in the graph.
     """
     quantizes = "activation_quantization_aten_pass" in inductor_config.post_grad_fusion_options
-    return functorch_config.activation_memory_budget != 1 or ranks_agree() or quantizes
-
-
-def ranks_agree() -> bool:
-    """Whether the ranks exchange what they save, each time that they partition a graph with a collective."""
-    return syncs_decisions()
+    return functorch_config.activation_memory_budget != 1 or syncs_decisions() or quantizes

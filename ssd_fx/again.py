@@ -20,10 +20,17 @@ from dataclasses import dataclass, field
 from types import CodeType
 
 from ssd_fx import traced
-from ssd_fx.compat import CompileId, compiled_entries, entries_allowed, forget_compiled, may_compile_again
+from ssd_fx.compat import (
+    CompileId,
+    compiled_entries,
+    entries_allowed,
+    forget_compiled,
+    may_compile_again,
+    syncs_decisions,
+)
 from ssd_fx.options import Options
 from ssd_fx.passes.planner.budget import SHARES
-from ssd_fx.passes.proposals import GAIN, ranks_agree
+from ssd_fx.passes.proposals import GAIN
 from ssd_fx.report.model import GraphReport
 from ssd_fx.runtime import account, graphs, plans
 from ssd_fx.runtime.allowance import Steady
@@ -153,7 +160,7 @@ def _steady(config: Options, found: Steady) -> None:
     share, gain, gain_s = _worth(
         [_forecast(packed[g]) for g, runs in found.runs.items() for _ in range(runs)], found.room
     )
-    if gain <= GAIN or ranks_agree() or not may_compile_again():
+    if gain <= GAIN or syncs_decisions() or not may_compile_again():
         return
     with _LOCK:
         known = [each for each in _functions.get(config, ()) if _may_forget(each, share)]

@@ -179,6 +179,17 @@ def test_a_proposal_that_gains_too_little_is_not_cut(proposed: Any, cuts: int) -
     assert joint.partition_again.call_count == cuts
 
 
+def test_proposals_that_save_other_tensors_get_other_partitions() -> None:
+    """As those that begin from two partitions, and compute the same again."""
+    joint = joint_of(exchanging("a", "b"), exchanging("a", "b"))
+    own = Candidate(joint.partition.return_value, Plan("g"))
+    found = proposals.Proposals(joint, own, toys.options(), Plan("g"))
+    for saved in ("x", "x", "y"):
+        proposal = plan(None, recomputed_nodes=frozenset({"relu"}), saved_nodes=frozenset({saved}))
+        found._partition_for(proposal, own)
+    assert joint.partition_again.call_count == 2
+
+
 def test_a_partition_that_pytorch_cannot_make_is_done_without_aloud() -> None:
     decisions, joint = Decisions(), joint_of(exchanging("a", "b"), exchanging("a", "b"))
     joint.partition_again.side_effect = CutError("AOT Autograd failed to partition")
