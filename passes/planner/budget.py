@@ -118,26 +118,20 @@ class _Solver:
         """
         least, most = self.step.floor, HEADROOM * self.step.everything
         nothing = limits(self.step, 0.0, whole=self.whole, waits=waits)
-        lowest: Solved | None = None
-        best: Solved | None = None
+        tried: list[Solved] = []
         for limit in dict.fromkeys(min(rung * least, most) if least else most for rung in RUNGS):
             at = replace(nothing, memory=limit)
-            if lowest is not None and at.memory > (1 + MORE_PEAK) * lowest[1].memory:
+            if tried and at.memory > (1 + MORE_PEAK) * tried[0][1].memory:
                 break
             try:
-                found = self.solved(at)
+                tried.append(self.solved(at))
             except BudgetError:
                 if limit == most:
                     raise
                 continue
-            if lowest is None or best is None:
-                lowest = best = found
-            if found[0].seconds < best[0].seconds:
-                best = found
-            if (1 - LESS_TIME) * lowest[0].seconds < sum(self.step.seconds):
-                return lowest  # nothing can be faster by so much
-        assert lowest is not None
-        assert best is not None
+            if (1 - LESS_TIME) * tried[0][0].seconds < sum(self.step.seconds):
+                return tried[0]  # nothing can be faster by so much
+        lowest, best = tried[0], min(tried, key=lambda each: each[0].seconds)
         worth = is_worth(lowest[1].memory, lowest[0].seconds, best[1].memory, best[0].seconds)
         return best if worth else lowest
 

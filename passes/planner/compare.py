@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from ssd_fx.passes.axis import Choice
 from ssd_fx.passes.schedule import Replay
 
 TOLERANCE = 1e-4  # step times that differ by a smaller share are equal; then bytes written count
@@ -32,8 +31,3 @@ def fits(found: Replay, limit: float, stays: float = math.inf) -> bool:
 
 def stalls(found: Replay) -> bool:
     return found.stall_s > TOLERANCE * found.seconds
-
-
-def loses_time(found: Replay) -> bool:
-    """Whether the step stalls, or recomputes items that another step may load in time."""
-    return stalls(found) or Choice.RECOMPUTE in found.choices

@@ -25,7 +25,7 @@ from ssd_fx.options import TIERS, Tier
 from ssd_fx.passes.axis import Choice, Step
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.passes.planner.replay import again, first_uses
-from ssd_fx.passes.schedule import LOAD, RELEASE, STORE, WAIT, Event, Replay, Schedule, Trip
+from ssd_fx.passes.schedule import RELEASE, Replay, Schedule, Trip
 
 # Loads start this many times their predicted duration before they are due: the predictions are coarse, and an early
 # load costs some memory within the limit, while a late one costs a stall.
@@ -89,13 +89,8 @@ class Placer:
         return Schedule(map(self._trip, self.offloaded), self.step.items)
 
     def _trip(self, i: int) -> Trip:
-        tier = self._tier(i)
-        return Trip(
-            Event(i, STORE, self.store_after[i], False, tier),
-            Event(i, RELEASE, self.release_after[i], i in self.blocking, tier),
-            Event(i, LOAD, self.load_before[i], i in self.strict, tier),
-            Event(i, WAIT, self.firsts[i], False, tier),
-        )
+        places = self.store_after[i], self.release_after[i], self.load_before[i], self.firsts[i]
+        return Trip.of(i, *places, block=i in self.blocking, strict=i in self.strict, tier=self._tier(i))
 
     def _tier(self, i: int) -> Tier:
         return "host" if i in self.hosted else "ssd"

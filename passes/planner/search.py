@@ -20,7 +20,7 @@ import numpy as np
 
 from ssd_fx.passes.axis import Choice, Item, Step
 from ssd_fx.passes.planner.bound import bound_with, least_bytes, lower_bound
-from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE, better, loses_time
+from ssd_fx.passes.planner.compare import EQUAL, TOLERANCE, better, stalls
 from ssd_fx.passes.planner.place import free_bytes, least_head
 from ssd_fx.passes.planner.replay import first_uses, own_s
 from ssd_fx.passes.planner.segments import boundaries
@@ -239,9 +239,11 @@ class Search(Trials):
             return False
         if self.best.seconds <= self.enough_s:
             return True
-        fast = self.best.seconds <= self.near_s or not (loses_time(self.best) or self._dear_transfers())
+        loses_time = stalls(self.best) or Choice.RECOMPUTE in self.best.choices
+        if self.best.seconds > self.near_s and (loses_time or self._dear_transfers()):
+            return False
         gone = sum(self.step.nbytes[i] for i, trip in self.best.schedule.items() if trip.tier == "ssd")
-        return fast and gone <= 1.01 * max(self.must - self.step.host_budget, 0)
+        return gone <= 1.01 * max(self.must - self.step.host_budget, 0)
 
     def _dear_transfers(self) -> bool:
         """Whether a transfer of the best takes more from the compute lane than recomputing its item would."""
@@ -379,7 +381,8 @@ class Search(Trials):
                 return
             self.left -= LOOK
             if one.keys().isdisjoint(other):
-                self._gaining(tuple((one | other).get(i, c) for i, c in enumerate(choices)))
+                changed = one | other
+                self._gaining(tuple(changed.get(i, c) for i, c in enumerate(choices)))
 
     def _changed(self, choices: Choices, items: tuple[int, ...]) -> Iterator[Choices]:
         """The choices with another one for each of these items. Of two items, at least one takes the choice of the
