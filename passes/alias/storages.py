@@ -109,13 +109,13 @@ def _group(facts: _Facts, slot: int, key: int, saved: list[fx.Node]) -> AliasGro
     """The group of one storage."""
     owner = facts.owner(key)
     base = owner.meta["val"]
-    nbytes = int(hint(base.untyped_storage().nbytes()))
+    nbytes = hint(base.untyped_storage().nbytes())
     found = _stored(facts, key, saved)
     if isinstance(found, str):  # sizes may be symbolic: nothing may be computed with them but a hint for the report
         members = tuple(Member(n.name, _NO_LAYOUT) for n in saved)
         return AliasGroup(slot, owner.name, None, members, nbytes, nbytes, found)
     members = tuple(Member(n.name, layout) for n, layout in zip(saved, found.members, strict=True))
-    stored = min(nbytes, int(hint(found.layout.nbytes)))
+    stored = min(nbytes, hint(found.layout.nbytes))
     return AliasGroup(slot, owner.name, found.layout, members, nbytes, stored, pack=found.pack)
 
 

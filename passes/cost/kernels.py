@@ -267,8 +267,8 @@ def _sizes(node: fx.Node) -> dict[int, tuple[int, int]]:
     for tensor in tensors_of(node):
         key = storage_key(tensor)
         if key is not None:
-            whole = int(hint(tensor.untyped_storage().nbytes()))
-            seen = min(int(hint(tensor.numel())) * tensor.itemsize, whole)
+            whole = hint(tensor.untyped_storage().nbytes())
+            seen = min(hint(tensor.numel()) * tensor.itemsize, whole)
             found[key] = (whole, max(seen, found[key][1] if key in found else 0))
     return found
 
@@ -294,14 +294,14 @@ def _rows(node: fx.Node) -> Space | None:
     return Space(count(out), outer, reduces=False, on_cpu=True)
 
 
-def _outer(tensor: torch.Tensor, sizes: list[float]) -> int:
+def _outer(tensor: torch.Tensor, sizes: list[int]) -> int:
     """The iterations of the outermost of the nested loops that it takes to read a tensor broadcast to `sizes`."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
-    steps = [0.0 if hint(size) == 1 else hint(step) for size, step in dims]
-    steps = [0.0] * (len(sizes) - len(steps)) + steps
+    steps = [0 if hint(size) == 1 else hint(step) for size, step in dims]
+    steps = [0] * (len(sizes) - len(steps)) + steps
     loops = [(size, step) for size, step in zip(sizes, steps, strict=False) if size != 1]
     breaks = (i for i, ((_, step), (size, inner)) in enumerate(itertools.pairwise(loops), 1) if step != size * inner)
-    return int(math.prod(size for size, _ in loops[: next(breaks, None)]))
+    return math.prod(size for size, _ in loops[: next(breaks, None)])
 
 
 def _sums_columns(node: fx.Node) -> bool:
@@ -331,4 +331,4 @@ def is_on_cpu(node: fx.Node) -> bool:
 
 def count(tensor: torch.Tensor) -> int:
     """Elements of a tensor."""
-    return int(hint(tensor.numel()))
+    return hint(tensor.numel())

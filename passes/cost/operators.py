@@ -108,10 +108,10 @@ def _is_extern(target: OpOverload) -> bool:
     return _has_flops(target) or not (_is_inlined(target) or target.overloadpacket in LOOPS)
 
 
-def nbytes_of(node: fx.Node) -> float:
+def nbytes_of(node: fx.Node) -> int:
     """Bytes of the elements of the tensor that a node yields, with hints for sizes; 0 if it yields none."""
     tensor = tensor_of(node)
-    return 0.0 if tensor is None else hint(tensor.numel()) * tensor.itemsize
+    return 0 if tensor is None else hint(tensor.numel()) * tensor.itemsize
 
 
 def addmm(node: fx.Node, is_written: bool) -> fx.Node | None:
@@ -144,9 +144,9 @@ def _is_read_by_loops(node: fx.Node) -> bool:
     return torch.Tag.pointwise in node.target.tags
 
 
-def hint(value: object) -> float:
+def hint(value: int | torch.SymInt) -> int:
     """A size as a number: a symbolic one as it was when the graph was traced."""
     if isinstance(value, torch.SymInt):
         known = value.node.hint  # None where the size depends on data
-        return float(known) if known is not None else 0.0
-    return float(value)  # type: ignore[arg-type]
+        return int(known) if known is not None else 0
+    return int(value)

@@ -122,9 +122,9 @@ def _flops(node: fx.Node) -> float:
 def _of_numbers(value: object) -> object:
     """A value whose sizes are numbers: a formula that asks about symbols would have the graph compiled for these."""
     if isinstance(value, torch.SymInt):
-        return int(hint(value))
+        return hint(value)
     if isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape):
-        return torch.empty([int(hint(n)) for n in value.shape], dtype=value.dtype, device="meta")
+        return torch.empty([hint(n) for n in value.shape], dtype=value.dtype, device="meta")
     return value
 
 

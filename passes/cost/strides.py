@@ -72,7 +72,7 @@ class Strides:
             steps = self._laid_out(i)[1]
         return size == of and all(a == b for a, b, n in zip(stride, steps, of, strict=True) if n != 1)
 
-    def _laid_out(self, i: int) -> tuple[list[float], list[float]]:
+    def _laid_out(self, i: int) -> tuple[list[int], list[int]]:
         """Sizes and strides of a node's tensor. Inductor makes the result of a loop contiguous if a library call reads
         it through a view; an image, if a view of it has other sizes. It does not if the result is an output, or if a
         product or a convolution's backward reads it beside other nodes (`convert_to_reinterpret_view` and `View.create`
@@ -83,7 +83,7 @@ class Strides:
         size, stride = _hints(tensor)
         is_image = i in self._images
         if is_image:
-            stride = [float(step) for step in channels_last_strides([int(n) for n in size])]
+            stride = list(channels_last_strides(size))
         is_remade = self._is_reshaped(node) if is_image else self._is_viewed_by_call(node)
         if not self._kernels.computes[i] or i in self._kernels.calls or not is_remade:
             return size, stride
@@ -136,7 +136,7 @@ def _is_turned(weight: fx.Node) -> bool:
     return len(size) == 4 and size[1] > 1 and math.prod(size[2:]) > 1 and stride[1] == 1
 
 
-def _size(node: fx.Node) -> list[float]:
+def _size(node: fx.Node) -> list[int]:
     tensor = tensor_of(node)
     return [] if tensor is None else _hints(tensor)[0]
 
@@ -150,6 +150,6 @@ def _sums_rows(given: torch.Tensor, node: fx.Node) -> bool:
     return is_contiguous and dims == list(range(given.ndim - len(dims), given.ndim))
 
 
-def _hints(tensor: torch.Tensor) -> tuple[list[float], list[float]]:
+def _hints(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
     """Sizes and strides as numbers: to compare symbolic ones would add guards."""
     return [hint(n) for n in tensor.shape], [hint(n) for n in tensor.stride()]

@@ -53,6 +53,6 @@ def _adds(node: fx.Node) -> bool:
     return is_large and all(len(n.users) == 1 for n in node.all_input_nodes)
 
 
-def _sizes(tensor: torch.Tensor) -> list[float]:
+def _sizes(tensor: torch.Tensor) -> list[int]:
     """The sizes as numbers: to compare symbolic ones would add guards."""
     return [hint(size) for size in tensor.shape]

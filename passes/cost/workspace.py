@@ -68,7 +68,7 @@ def _elements(node: fx.Node) -> int:
     copied = [tensor for tensor in inputs if tensor.dtype != dtype and tensor.device.type == "cpu"]
     if operator in _COMPLEX_FIRST and dtype.is_complex:
         copied += inputs
-    return sum(int(hint(tensor.numel())) for tensor in copied) * dtype.itemsize
+    return sum(hint(tensor.numel()) for tensor in copied) * dtype.itemsize
 
 
 def _product(node: fx.Node) -> int:
@@ -119,7 +119,7 @@ def _convolution(node: fx.Node) -> int:
     weight, image = tensor_of(given["weight"]), tensor_of(given["input"])
     if weight is None or image is None or weight.ndim != 4 or weight.device.type != "cpu" or given["transposed"]:
         return 0
-    out, of, *kernel = (int(hint(n)) for n in weight.shape)
+    out, of, *kernel = (hint(n) for n in weight.shape)
     window = math.prod(kernel)
     steps = [*given["stride"], *given["stride"]][:2]
     if window == 1 and steps == [1, 1]:
@@ -129,7 +129,7 @@ def _convolution(node: fx.Node) -> int:
         return blocks + sum(_turned(given[name]) for name in ("input", "weight"))
     result = tensor_of(given["grad_output"])
     assert result is not None
-    rows, columns = (int(hint(n)) for n in result.shape[-2:])
+    rows, columns = (hint(n) for n in result.shape[-2:])
     to_image, to_weight, _ = given["output_mask"]
     image_bytes = weight_bytes = 0
     if to_image:
@@ -153,7 +153,7 @@ def _turned(operand: fx.Node) -> int:
     assert tensor is not None
     if operand.op != "placeholder" or is_channels_last(tensor.shape, tensor.stride()):
         return 0
-    return int(hint(tensor.numel())) * tensor.itemsize
+    return hint(tensor.numel()) * tensor.itemsize
 
 
 class _Matrices(NamedTuple):
@@ -169,7 +169,7 @@ class _Matrices(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> _Matrices:
-        size, stride = ([int(hint(n)) for n in each] for each in (tensor.shape, tensor.stride()))
+        size, stride = ([hint(n) for n in each] for each in (tensor.shape, tensor.stride()))
         rows, columns = size[-2:]
         is_packed = tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
         is_packed = is_packed and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -223,7 +223,7 @@ class _Dense(NamedTuple):
         if not isinstance(tensor, Tensor) or tensor.ndim != 4:
             return None
         order = (0, 2, 1, 3) if heads_first else range(4)
-        size, stride = [[int(hint(each[d])) for d in order] for each in (tensor.shape, tensor.stride())]
+        size, stride = [[hint(each[d]) for d in order] for each in (tensor.shape, tensor.stride())]
         return _Dense(size, stride, tensor.itemsize, tensor.device)
 
     @property

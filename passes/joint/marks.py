@@ -207,8 +207,8 @@ def _of_function(policy: Policy, group: AliasGroup, base: fx.Node, module: str, 
     assert tensor is not None, "a base is a tensor"
     made_by = base.all_input_nodes[0] if base.target is operator.getitem else base
     op = str(made_by.target) if made_by.op == "call_function" else "input"
-    shape = tuple(int(hint(size)) for size in tensor.shape)
-    answer = policy(SavedTensor(base.name, module, op, shape, tensor.dtype, int(hint(group.nbytes))))
+    shape = tuple(hint(size) for size in tensor.shape)
+    answer = policy(SavedTensor(base.name, module, op, shape, tensor.dtype, hint(group.nbytes)))
     reason = f"policy {policy.name} says {answer}"
     if answer == "recompute" and not recompute:
         return Mark("keep", f"{reason}, and recompute=False", itself=False)
