@@ -55,17 +55,16 @@ def decisions(
     *,
     priced: bool,
     saved: Collection[int],
-    host_tier: bool,
     quick: bool,
 ) -> tuple[PlanPass, ...]:
     """The passes that decide what becomes of each alias group, and where its nodes go.
 
-    `priced`, `saved`, `quick`: as in `decide`; `host_tier`: as in `select`.
+    `priced`, `saved`, `quick`: as in `decide`.
     """
     return (
         *([partial(price, saved=saved)] if priced else []),  # needs the groups and the times
         # decides and places together, since the cost of a decision depends on where its nodes can be
-        partial(select, options=options, machine=machine, budget=budget, host_tier=host_tier, quick=quick),
+        partial(select, options=options, machine=machine, budget=budget, quick=quick),
     )
 
 
@@ -90,9 +89,8 @@ def decide(
     """
     plan = analysed.undecided() if analysed else analyse(partition, options)
     budget = options.budget if budget is None else budget
-    host_tier = has_host_tier(partition)
     machine = machine_of(partition, options)
-    passes = decisions(options, machine, budget, priced=priced, saved=saved, host_tier=host_tier, quick=quick)
+    passes = decisions(options, machine, budget, priced=priced, saved=saved, quick=quick)
     return _run(passes, partition, plan)
 
 
@@ -110,15 +108,4 @@ def _run(passes: Sequence[PlanPass], partition: Partition, plan: Plan) -> Plan:
 
 
 def machine_of(partition: Partition, options: PlanOptions) -> Machine:
-    return options.rates or Machine.default(device_of(partition), torch.get_num_threads())
-
-
-def has_host_tier(partition: Partition) -> bool:
-    """Whether the device has other memory than the host."""
-    return device_of(partition).type != "cpu"
-
-
-def device_of(partition: Partition) -> torch.device:
-    """The device of the saved tensors; the CPU if none is elsewhere."""
-    devices = [t.device for n in partition.saved if isinstance(t := n.meta.get("val"), torch.Tensor)]
-    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+    return options.rates or Machine.default(partition.device, torch.get_num_threads())

@@ -6,6 +6,7 @@ import warnings
 
 from ssd_fx.passes.alias.storages import DYNAMIC, JAGGED, NESTED
 from ssd_fx.passes.options import PlanOptions
+from ssd_fx.passes.partition import Partition
 from ssd_fx.passes.plan import Plan
 
 _CHANGEABLE = {
@@ -20,11 +21,11 @@ _CHANGEABLE = {
 """Obstacles that the user can remove, and what the warning says about each."""
 
 
-def warn(plan: Plan, options: PlanOptions, *, host_tier: bool) -> None:
-    """Warn of all that the user should know about the plan. `host_tier`: as in `select`."""
+def warn(partition: Partition, plan: Plan, options: PlanOptions) -> None:
+    """Warn of all that the user should know about the plan."""
     _warn_marked(plan)
     _warn_kept(plan, options.min_bytes)
-    if host_tier:
+    if partition.has_host_tier:
         _warn_full_host(plan)
 
 

@@ -121,8 +121,8 @@ class Partition:
         return frozenset(
             (mine.name, reader)
             for key, saved in nodes_by_storage(self.saved).items()
-            for reader in ([""] if key in checked else self._readers(saved))
             for mine in callers.get(key, ())
+            for reader in ([""] if key in checked else self._readers(saved))
         )
 
     def _readers(self, saved: Iterable[fx.Node]) -> frozenset[str]:
@@ -130,6 +130,17 @@ class Partition:
         received, placeholders = nodes_by_storage(self.backward.graph.nodes), self.bwd_placeholders
         keys = {storage_of(placeholders[n.name]) for n in saved if n.name in placeholders} - {None}
         return frozenset(user.name for key in keys for node in received[key] for user in node.users)  # type: ignore[index]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the saved tensors; the CPU if none is elsewhere."""
+        devices = [t.device for n in self.saved if (t := tensor_of(n)) is not None]
+        return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+    @property
+    def has_host_tier(self) -> bool:
+        """Whether the device has memory of its own, so that groups may go to host memory instead of the drive."""
+        return self.device.type != "cpu"
 
     @property
     def is_whole_step(self) -> bool:

@@ -22,7 +22,6 @@ from typing import Any
 from torch import fx
 
 from ssd_fx.compat import TAKES_SEVERAL_PASSES, CustomGraphPass, CustomPartitionerFn, inductor_config
-from ssd_fx.passes.decide import has_host_tier
 from ssd_fx.passes.joint.conv_operands import turn_operands
 from ssd_fx.passes.joint.marks import lift
 from ssd_fx.passes.joint.mutated_inputs import copy_changed_inputs, save_what_reads_changed_inputs
@@ -141,8 +140,7 @@ def decide_joint(joint: Joint, options: PlanOptions) -> tuple[Partition, Plan]:
 
 def rewrite(partition: Partition, plan: Plan, options: PlanOptions, stages: Stages = _UNSEEN, about: str = "") -> None:
     """Put the nodes of the plan into both graphs. `about`: the text that the forward carries for reports."""
-    host_tier = has_host_tier(partition)
-    warn(plan, options, host_tier=host_tier)  # first: if the rewrite fails, the user knows what was planned
+    warn(partition, plan, options)  # first: if the rewrite fails, the user knows what was planned
     before = Before.of(partition)
     if plan.groups or kept_activations(partition):  # saved outputs have no group, but are in the report
         insert(partition, plan, config=options.runtime_config, about=about)

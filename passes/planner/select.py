@@ -39,7 +39,6 @@ def select(
     options: PlanOptions,
     machine: Machine,
     budget: Budget,
-    host_tier: bool,
     quick: bool,
 ) -> Plan:
     """Fill `plan.decisions`, `plan.schedule`, `plan.gone_by`, `plan.limits`, `plan.replay` and `plan.baseline`.
@@ -48,13 +47,13 @@ def select(
     with an obstacle are kept. Those with a price may be recomputed. Marks come before all that. A group that only
     prefers to be offloaded is offloaded, unless everything may stay.
 
-    `host_tier`: the device has memory of its own, so groups may go to host memory instead of the drive. If not, the
-    host budget is for tensors that the runtime keeps resident. `quick`: see `solve`.
+    Where the device has no host tier, the host budget is for tensors that the runtime keeps resident. `quick`: see
+    `solve`.
 
     Raises:
         BudgetError: a budget in bytes, other than 0, is less than the bytes that always stay.
     """
-    min_bytes = options.min_bytes
+    min_bytes, host_tier = options.min_bytes, partition.has_host_tier
     host_budget = options.host_budget if host_tier else 0
     if isinstance(budget, int) and budget:
         _check_room(plan, budget, min_bytes)

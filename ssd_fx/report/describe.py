@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ssd_fx.passes.cost.operators import hint
-from ssd_fx.passes.decide import device_of, machine_of
+from ssd_fx.passes.decide import machine_of
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import enclosing, source_line
 from ssd_fx.passes.options import PlanOptions
@@ -99,7 +99,7 @@ def _host(plan: Plan) -> dict[str, float]:
 def _host_speedup(partition: Partition, options: PlanOptions) -> float:
     """How many times as fast as the drives host memory would be. 0 on the CPU, which has no other memory, and where
     there is a host budget already."""
-    if device_of(partition).type == "cpu" or options.host_budget:
+    if not partition.has_host_tier or options.host_budget:
         return 0.0
     machine = machine_of(partition, options)
     return machine.lanes("host").write_bw / machine.write_bw
@@ -184,7 +184,7 @@ def _outputs(partition: Partition, graph: str, options: PlanOptions, sources: So
     kept = {storage_of(n) for n in partition.caller_outputs} & saved - inputs
     first = {key: nodes[0] for key, nodes in nodes_by_storage(partition.forward.graph.nodes).items() if key in kept}
     for i, node in enumerate(first.values()):
-        nbytes = int(hint(node.meta["val"].untyped_storage().nbytes()))
+        nbytes = hint(node.meta["val"].untyped_storage().nbytes())
         yield GroupRow(
             graph=graph,
             slot=-1 - i,

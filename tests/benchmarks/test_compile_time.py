@@ -47,7 +47,7 @@ def test_every_pass_is_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert functions() == before
     machine = Machine.default(torch.device("cpu"), 1)
     plan = plan_options(Config.make(options), torch.device("cpu"))
-    decisions = decide.decisions(plan, machine, 0, priced=False, saved=(), host_tier=False, quick=False)
+    decisions = decide.decisions(plan, machine, 0, priced=False, saved=(), quick=False)
     passes = [module_name(each) for each in decide.analyses(plan, machine) + decisions]
     timed = [growth.FIRST_CUT, "name", passes[0], "verify", *passes[1:], "insert", growth.PLANNING]
     assert list(clock.seconds) == list(clock.cpu) == timed

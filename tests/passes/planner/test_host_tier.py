@@ -379,7 +379,7 @@ def test_the_tier_reaches_the_store_that_runs(tmp_path: Path, inner: str, monkey
     options |= {"dirs": [str(tmp_path)], "allow_tmpfs": True}
     plain = toys.inputs()
     chain(*plain).backward()
-    monkeypatch.setattr(decide, "device_of", lambda partition: torch.device("meta"))
+    monkeypatch.setattr(Partition, "device", torch.device("meta"))
     store, tiers = Store.store, []
 
     def noted(self: Store, *args: Any) -> None:
@@ -413,7 +413,7 @@ def test_what_one_forward_keeps_for_a_quick_backward_does_not_add_up(
     forwards: str, budget: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each forward's backward would need all before it is copied. Those of seven others come in between."""
-    monkeypatch.setattr(decide, "device_of", lambda partition: torch.device("meta"))
+    monkeypatch.setattr(Partition, "device", torch.device("meta"))
     options = {"engine": "memory", "inner": "aot_eager", "min_bytes": 0, "budget": budget, "machine": GPU}
     blocks = [Residual(norm=False) for _ in range(8 if forwards == "of blocks" else 1)]
     for block in blocks:
