@@ -132,6 +132,14 @@ class Partition:
         return frozenset(user.name for key in keys for node in received[key] for user in node.users)  # type: ignore[index]
 
     @property
+    def lasting_gradients(self) -> list[fx.Node]:
+        """The gradients that the backward leaves in memory: those of inputs that live longer than a step."""
+        given = {_whole(n.meta.get("desc")) for n in self.activation_inputs}
+        output = self.backward.graph.output_node()
+        found = zip(tree_leaves(output.args[0]), output.meta.get("desc", ()), strict=False)  # a region has none
+        return [n for n, desc in found if isinstance(n, fx.Node) and getattr(desc, "grad_of", None) not in given]
+
+    @property
     def device(self) -> torch.device:
         """The device of the saved tensors; the CPU if none is elsewhere."""
         devices = [t.device for n in self.saved if (t := tensor_of(n)) is not None]

@@ -30,7 +30,7 @@ from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.plan import Keep, Plan, replay_of
 from ssd_fx.passes.proposals import cut, decide_for_all
 from ssd_fx.report.budgets import MEMORY, Estimate, Prediction
-from ssd_fx.report.figures import highest, still_leaving
+from ssd_fx.report.figures import highest, left_behind, still_leaving
 from ssd_fx.report.limit import Before, Optimizers, Parts, optimizers_of, parts
 from ssd_fx.report.model import WITHIN
 from ssd_fx.rivals import CHECKPOINT, SHARES, budgeted, checkpointed, kept, kept_under, layers_of
@@ -150,13 +150,14 @@ class Asked:
         config = check_options(first.settings.get("options"))
         memory, uncounted = self._limit(config, first.device)
         own_state = sum(fake.nbytes_of(list(each.state.values())) for each in optimizers or ())
-        trained = min(input_bytes, sum(run.parts.trained_bytes for run in runs))
+        gradients = [run.parts.trained_bytes for run in runs]
+        trained = min(input_bytes, sum(gradients))
         before = Before(input_bytes, trained, input_bytes + own_state + others, _known(optimizers))
-        there = before.total_bytes
-        rows = tuple(_prediction(each, [run.plans[i] for run in runs], there) for i, each in enumerate(self.budgets))
+        beside = _Beside(before.total_bytes, [min(nbytes, input_bytes) for nbytes in left_behind(gradients)])
+        rows = tuple(_prediction(each, [run.plans[i] for run in runs], beside) for i, each in enumerate(self.budgets))
         if memory is not None:
-            rows += _within(memory - there, [run.lowest for run in runs], there)
-        rivals, note = _rivals(step, there) if self.rivals else ((), "")
+            rows += _within(memory, [run.lowest for run in runs], beside)
+        rivals, note = _rivals(step, beside) if self.rivals else ((), "")
         batch = fake.batch_of((first.args, first.kwargs))
         counts = Counter(run.own.graph for run in runs)
         highest = max(runs, key=lambda run: replay_of(run.lowest).peak)
@@ -211,11 +212,11 @@ def _known(optimizers: Sequence[torch.optim.Optimizer] | None) -> Optimizers | N
     return found
 
 
-def _rivals(step: TrainingStep, there: int) -> tuple[tuple[Prediction, ...], str]:
-    """The predictions of ways that need no drive, and a note about them. `there`: bytes that live before the step."""
+def _rivals(step: TrainingStep, beside: _Beside) -> tuple[tuple[Prediction, ...], str]:
+    """The predictions of ways that need no drive, and a note about them."""
     plans, note = _under_checkpoints(step, layers_of(*step.models))
-    first = [_prediction(CHECKPOINT, plans, there)] if plans else []
-    shares = [_prediction(budgeted(s), [run.alone[i] for run in step.runs], there) for i, s in enumerate(SHARES)]
+    first = [_prediction(CHECKPOINT, plans, beside)] if plans else []
+    shares = [_prediction(budgeted(s), [run.alone[i] for run in step.runs], beside) for i, s in enumerate(SHARES)]
     return (*first, *(row for row in shares if not any(other.dominates(row) for other in shares))), note
 
 
@@ -287,15 +288,15 @@ def plans_for(budgets: Sequence[Budget], shares: Sequence[float], joint: Joint, 
     return Found(own.plan, plans, lowest, parts(partition, lowest, options.roots), alone, options.source)
 
 
-def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, ...]:
+def _within(memory: int, lowest: Sequence[Plan], beside: _Beside) -> tuple[Prediction, ...]:
     """The row of the option `memory`, made of the plans for budget 0; nothing if not even those fit.
 
-    `there`: bytes that live before the step. `room`: what the limit leaves above them. Tensors that fill what the plans
-    leave of the room stay in memory and are not written. Where all have room, none is written. The cost of transfers
-    falls in proportion.
+    Tensors that fill what the plans leave of the limit `memory` stay in memory and are not written. Where all have
+    room, none is written. The cost of transfers falls in proportion.
     """
-    found, row = [replay_of(plan) for plan in lowest], _prediction(MEMORY, lowest, there)
-    everything = highest([each.step.everything for each in found], [plan.saved_bytes for plan in lowest])
+    room = memory - beside.there
+    found, row = [replay_of(plan) for plan in lowest], _prediction(MEMORY, lowest, beside)
+    everything = highest([each.step.everything for each in found], [plan.saved_bytes for plan in lowest], beside.behind)
     most = max(everything, row.peak_bytes)
     stays = min(room, most) - row.peak_bytes
     if stays < 0:
@@ -307,7 +308,7 @@ def _within(room: int, lowest: Sequence[Plan], there: int) -> tuple[Prediction, 
         replace(
             row,
             peak_bytes=peak,
-            memory_bytes=peak + there,
+            memory_bytes=peak + beside.there,
             step_s=row.step_s - saved,
             stall_s=share * row.stall_s,
             written_bytes=round(share * sum(each.written for each in found)),
@@ -348,28 +349,36 @@ def _must_stay(plan: Plan) -> int:
     return sum(int(group.nbytes) for group in plan.groups if kept.get(group.slot, WITHIN) != WITHIN)
 
 
-def _prediction(budget: Budget, plans: Sequence[Plan], beside: int) -> Prediction:
-    """What is predicted of a step that runs graphs with these plans. `beside`: bytes that live before the step.
+@dataclass(frozen=True)
+class _Beside:
+    """What is in memory beside the graphs of a step. there: bytes that live before it. behind: as `left_behind`."""
+
+    there: int
+    behind: Sequence[int]
+
+
+def _prediction(budget: Budget, plans: Sequence[Plan], beside: _Beside) -> Prediction:
+    """What is predicted of a step that runs graphs with these plans.
 
     While a graph runs, what the graphs before it leave in memory is there as well. A budget in bytes only raises the
     limit of a plan. It is the runtime that lets so many bytes stay, unwritten: those stored last, over all graphs.
     """
     found = [replay_of(plan) for plan in plans]
-    last = plans[-1].limits
+    last, behind = plans[-1].limits, beside.behind
     stays, saved = ([getattr(p, name) for p in plans] for name in ("kept_bytes", "saved_bytes"))
-    peak = highest([each.peak for each in found], stays)
-    limit = highest([int(plan.limits.memory) for plan in plans], stays)
-    everything = highest([each.step.everything for each in found], saved)
+    peak = highest([each.peak for each in found], stays, behind)
+    limit = highest([int(plan.limits.memory) for plan in plans], stays, behind)
+    everything = highest([each.step.everything for each in found], saved, behind)
     filled = limit if last.shared else peak  # the runtime fills a budget in bytes
     whole = max(peak, min(filled + last.resident, everything))
     return Prediction(
         budget=budget,
         peak_bytes=whole,
-        memory_bytes=whole + beside,
+        memory_bytes=whole + beside.there,
         step_s=math.fsum(each.seconds for each in found),
         compute_s=math.fsum(each.compute_s for each in found),
-        stall_s=math.fsum(each.write_stall_s + each.read_stall_s for each in found),
+        stall_s=math.fsum(each.stall_s for each in found),
         written_bytes=round(_leaving(plans, 0) * sum(each.written for each in found)),
-        floor_bytes=highest([each.step.floor for each in found], map(_must_stay, plans)),
+        floor_bytes=highest([each.step.floor for each in found], map(_must_stay, plans), behind),
         limit_bytes=limit,
     )

@@ -451,6 +451,21 @@ def test_what_is_there_before_a_step_of_blocks(folder: Path, capsys: pytest.Capt
     assert "a checkpoint per layer is one around each of 4 Block" in table["note"]
 
 
+def test_gradients_of_later_blocks_are_in_memory(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of wide blocks and few rows these are nearly all of the peak, which is in the backward of the first block."""
+    wide = BLOCKS.replace("sys.argv[1], 64", "sys.argv[1], 512").replace("randn(512, WIDTH)", "randn(64, WIDTH)")
+    (folder / "train.py").write_text(wide)
+    assert fit("--budget", "0", "--json", "--no-rivals", "--", "blocks") == 0
+    (row,) = json.loads(capsys.readouterr().out)[0]["predictions"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "blocks"])
+    figures = runpy.run_path("train.py")["trained"].to_dict()["summary"]
+    gradients = 4 * (512 * 2048 + 2048 + 2048 * 512 + 512)  # of one block
+    assert 3 * gradients < figures["measured_peak_bytes"] < 1.05 * figures["peak_bytes"]
+    assert figures["peak_bytes"] == row["peak_bytes"] < 4.5 * gradients
+
+
 def test_a_budget_in_bytes_is_one_for_all_blocks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """So many bytes are not written, however many graphs there are."""
     (folder / "train.py").write_text(BLOCKS)

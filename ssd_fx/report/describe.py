@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ssd_fx.passes.cost.operators import hint
 from ssd_fx.passes.decide import machine_of
 from ssd_fx.passes.groups import AliasGroup
 from ssd_fx.passes.joint.modules import enclosing, source_line
@@ -13,6 +12,7 @@ from ssd_fx.passes.options import PlanOptions
 from ssd_fx.passes.partition import Partition, nodes_by_storage, storage_of
 from ssd_fx.passes.plan import Keep, Offload, Plan, replay_of
 from ssd_fx.passes.schedule import Replay
+from ssd_fx.report.limit import storage_bytes
 from ssd_fx.report.model import GraphReport, GroupRow, Times
 from ssd_fx.report.timeline import Timeline, thinned
 from ssd_fx.runtime.config import parse
@@ -50,6 +50,7 @@ def describe(
     sources, runtime = source_lines(partition, arguments, function), parse(options.runtime_config)
     baseline = plan.origin.baseline
     assert baseline is not None, "select fills it"
+    gradients = storage_bytes(partition.lasting_gradients)
     return GraphReport(
         graph=plan.graph,
         budget=options.budget,
@@ -62,8 +63,8 @@ def describe(
         predicted=predicted(plan),
         host_speedup=round(_host_speedup(partition, options), 1),
         whole=partition.is_whole_step,
-        stock=_step(plan.graph, baseline, int(plan.origin.saved_bytes)),
-        own=_step(plan.graph, replay_of(plan), int(plan.kept_bytes)),
+        stock=_step(plan.graph, baseline, int(plan.origin.saved_bytes), gradients),
+        own=_step(plan.graph, replay_of(plan), int(plan.kept_bytes), gradients),
         rows=(*_groups(partition, plan, sources), *_outputs(partition, plan.graph, options, sources)),
         recomputed=recomputed(plan, sources),
         memory=runtime.memory,
@@ -157,13 +158,13 @@ def _times(plan: Plan, slot: int) -> Times:
     return {kind: _rounded(*span) for kind, span in plan.times(slot).items()}
 
 
-def _step(graph: str, over: Replay, stays: int) -> Timeline:
+def _step(graph: str, over: Replay, stays: int, gradients: int) -> Timeline:
     """A replay as a timeline. Its curve of memory has the highest value of each of at most `POINTS` parts of either
     direction."""
     starts, memory, turned = over.starts, over.memory, over.step.forward
     points = (*_curve(starts[:turned], memory[:turned]), *_curve(starts[turned:-1], memory[turned:]))
     turn, end = _rounded(starts[turned], starts[-1])
-    return Timeline((graph,), memory=points, turn_s=turn, end_s=end, stays=stays)
+    return Timeline((graph,), memory=points, turn_s=turn, end_s=end, stays=stays, gradients=gradients)
 
 
 def _curve(starts: Sequence[float], memory: Sequence[int]) -> list[tuple[float, int]]:
@@ -184,7 +185,7 @@ def _outputs(partition: Partition, graph: str, options: PlanOptions, sources: So
     kept = {storage_of(n) for n in partition.caller_outputs} & saved - inputs
     first = {key: nodes[0] for key, nodes in nodes_by_storage(partition.forward.graph.nodes).items() if key in kept}
     for i, node in enumerate(first.values()):
-        nbytes = hint(node.meta["val"].untyped_storage().nbytes())
+        nbytes = storage_bytes([node])
         yield GroupRow(
             graph=graph,
             slot=-1 - i,

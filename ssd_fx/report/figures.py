@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -63,11 +63,12 @@ def figures(known: Facts) -> Figures:
     """The figures of all graphs together, for one step."""
     parts, stock, planned, stats = known.parts, known.stock, known.planned, known.stats
 
-    def predicted(name: str) -> float:
-        return sum(part.predicted[name] for part in parts)
+    def each(name: str) -> list[float]:
+        return [part.predicted[name] for part in parts]
 
     offloaded = sum(part.offloaded_bytes for part in parts)
     rest = min(may_stay(part.predicted for part in parts), offloaded)
+    behind = left_behind([part.own.gradients for part in parts])
     outputs = sum(row.nbytes for part in parts for row in part.rows if row.slot < 0)
     measured: dict[str, Any] = {}
     if stats:
@@ -82,25 +83,31 @@ def figures(known: Facts) -> Figures:
     return Figures(
         stock_peak_bytes=stock.peak,
         peak_bytes=min(planned.peak + rest, max(stock.peak, planned.peak)),
-        floor_bytes=highest((int(part.predicted["floor_bytes"]) for part in parts), map(_must_stay, parts)),
-        limit_bytes=highest((int(part.predicted["limit_bytes"]) for part in parts), (part.own.stays for part in parts)),
+        floor_bytes=highest(each("floor_bytes"), map(_must_stay, parts), behind),
+        limit_bytes=highest(each("limit_bytes"), (part.own.stays for part in parts), behind),
         stock_stay_bytes=outputs + stock.stays,
         stay_bytes=outputs + planned.stays + max(rest, _rests(parts[-1]) if parts else 0),
         offloaded_bytes=offloaded,
         stock_step_s=stock.end_s,
         step_s=planned.end_s,
-        transfer_s=predicted("transfer_s"),
-        write_stall_s=predicted("write_stall_s"),
-        read_stall_s=predicted("read_stall_s"),
-        written_bytes=round(still_leaving(offloaded - sum(map(_rests, parts)), rest) * predicted("written_bytes")),
+        transfer_s=sum(each("transfer_s")),
+        write_stall_s=sum(each("write_stall_s")),
+        read_stall_s=sum(each("read_stall_s")),
+        written_bytes=round(still_leaving(offloaded - sum(map(_rests, parts)), rest) * sum(each("written_bytes"))),
         **measured,
     )
 
 
-def highest(peaks: Iterable[int], stays: Iterable[int]) -> int:
-    """The highest peak of several graphs, each above the `stays` that the forwards before it leave in memory."""
+def highest(peaks: Iterable[float], stays: Iterable[int], behind: Iterable[int]) -> int:
+    """The highest peak of several graphs, each above the `stays` that the forwards before it leave in memory. `behind`:
+    as `left_behind` has them; a peak is taken to be in the backward."""
     levels = accumulate(stays, initial=0)
-    return max((level + peak for level, peak in zip(levels, peaks, strict=False)), default=0)
+    return int(max((sum(each) for each in zip(levels, behind, peaks, strict=False)), default=0))
+
+
+def left_behind(gradients: Sequence[int]) -> list[int]:
+    """For each of several graphs, the bytes of `gradients` that the backwards of those behind it leave in memory."""
+    return list(accumulate(reversed(gradients[1:]), initial=0))[::-1]
 
 
 def still_leaving(nbytes: int, stays: int) -> float:

@@ -21,7 +21,7 @@ from ssd_fx.passes.cost.kernels import both_kernels
 from ssd_fx.passes.cost.operators import hint
 from ssd_fx.passes.joint.modules import enclosing, source_line
 from ssd_fx.passes.options import PlanOptions
-from ssd_fx.passes.partition import Partition, nodes_by_storage, tensor_of
+from ssd_fx.passes.partition import Partition, nodes_by_storage
 from ssd_fx.passes.partitioner import About
 from ssd_fx.passes.plan import Plan, replay_of
 from ssd_fx.runtime.account import limit_of
@@ -197,18 +197,15 @@ def optimizers_here(device: torch.device) -> Optimizers | None:
 def parts(partition: Partition, plan: Plan, roots: tuple[str, ...]) -> Parts:
     """What a graph that is not rewritten yet needs under its plan."""
     found = replay_of(plan)
-    owners = nodes_by_storage(partition.forward.graph.find_nodes(op="placeholder")).values()
-    inputs = {nodes[0]: _bytes(nodes[0]) for nodes in owners}
-    made = partition.backward.graph.output_node().all_input_nodes
-    gradients = sum(_bytes(nodes[0]) for nodes in nodes_by_storage(made).values())
-    lasting = sum(nbytes for node, nbytes in inputs.items() if node not in partition.activation_inputs)
+    inputs = storage_bytes(partition.forward.graph.find_nodes(op="placeholder"))
+    gradients = storage_bytes(partition.backward.graph.output_node().all_input_nodes)
     largest = largest_at(partition, found.peak_node, roots)
-    return Parts(sum(inputs.values()), gradients, min(gradients, lasting), found.peak, largest)
+    return Parts(inputs, gradients, storage_bytes(partition.lasting_gradients), found.peak, largest)
 
 
-def _bytes(node: fx.Node) -> int:
-    tensor = tensor_of(node)
-    return 0 if tensor is None else int(hint(tensor.untyped_storage().nbytes()))
+def storage_bytes(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of the storages of all these nodes."""
+    return sum(hint(same[0].meta["val"].untyped_storage().nbytes()) for same in nodes_by_storage(nodes).values())
 
 
 def largest_at(partition: Partition, at: int, roots: tuple[str, ...]) -> str:

@@ -59,6 +59,7 @@ class Timeline:
         turn_s: when the backward begins.
         end_s: when the last thing ends.
         stays: bytes that are in memory between forward and backward.
+        gradients: bytes of gradients that its backward leaves in memory.
         stayed: in a measured step, graph and slot of the groups that were to be stored and stayed in memory.
     """
 
@@ -68,6 +69,7 @@ class Timeline:
     turn_s: float = 0.0
     end_s: float = 0.0
     stays: int = 0
+    gradients: int = 0
     stayed: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -101,20 +103,23 @@ class Timeline:
 
 
 def joined(parts: Sequence[Timeline]) -> Timeline:
-    """One step of several parts. Each runs between forward and backward of the one before, above what it left."""
+    """One step of several parts. Each runs between forward and backward of the one before, above what it left. A
+    backward runs above the gradients that the later parts have left."""
     spans: list[Span] = []
     forward: list[tuple[float, int]] = []
     backward: list[tuple[float, int]] = []
     begun_s, level, within_s = 0.0, 0, math.fsum(part.end_s for part in parts)
+    behind = sum(part.gradients for part in parts)
     for run, part in enumerate(parts):
         within_s -= part.end_s
+        behind -= part.gradients
         turned_s = begun_s + within_s  # by how much its backward comes later
         for span in part.spans:
             begin = span.begin + (begun_s if span.kind in (*_FORWARD, "gone") else turned_s)
             end = span.end + (begun_s if span.kind in _FORWARD else turned_s)
             spans.append(span._replace(run=run, begin=begin, end=end))
         forward += [(at + begun_s, nbytes + level) for at, nbytes in part.memory if at < part.turn_s]
-        backward[:0] = [(at + turned_s, nbytes + level) for at, nbytes in part.memory if at >= part.turn_s]
+        backward[:0] = [(at + turned_s, nbytes + level + behind) for at, nbytes in part.memory if at >= part.turn_s]
         begun_s, level = begun_s + part.turn_s, level + part.stays
     return Timeline(
         order=tuple(name for part in parts for name in part.order),
@@ -123,6 +128,7 @@ def joined(parts: Sequence[Timeline]) -> Timeline:
         turn_s=begun_s,
         end_s=math.fsum(part.end_s for part in parts),
         stays=level,
+        gradients=sum(part.gradients for part in parts),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ssd_fx.report.model import GraphReport
@@ -40,6 +42,12 @@ def test_a_step_of_steps_is_that_of_their_graphs() -> None:
     assert joined([joined([a, b]), c]).memory == joined([a, joined([b, c])]).memory == joined([a, b, c]).memory
     assert joined([a]) == a
     assert joined([]) == Timeline()
+
+
+def test_a_backward_runs_beside_the_gradients_of_later_graphs() -> None:
+    found = joined([replace(step("a", 1, 10), gradients=3), replace(step("b", 1, 100), gradients=7)])
+    assert found.memory[-4:] == ((2, 110), (2.5, 10), (3, 10 + 7), (3.5, 7))
+    assert found.gradients == 3 + 7
 
 
 def test_memory_is_free_from_the_forward_to_the_backward() -> None:
