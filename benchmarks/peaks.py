@@ -122,6 +122,24 @@ class Rotating(nn.Module):
         return x
 
 
+class Experts(nn.Module):
+    """A layer of a mixture of experts. Each computes all tokens, and counts for those that have chosen it."""
+
+    def __init__(self, width: int = 256, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            out = out + torch.where(chosen == i, shares, 0.0).sum(-1, keepdim=True) * expert(x)
+        return x + out
+
+
 class Conv(nn.Module):
     """A small residual network of images, with batch norms and a pooling, and its head."""
 
@@ -237,6 +255,11 @@ def _unet(inside: bool) -> Graph:
     return Graph(lambda x: model.levels(model.first(x)), (noisy,), list(model.parameters()))
 
 
+def _experts() -> Graph:
+    model = nn.Sequential(Experts(), Experts())
+    return Graph(lambda x: model(x).square().mean(), (torch.randn(2048, 256),), list(model.parameters()))
+
+
 def _conv(inside: bool) -> Graph:
     return _module(Conv(), torch.randn(8, 3, 128, 128), torch.randint(0, 1000, (8,)), inside)
 
@@ -274,6 +297,7 @@ MODELS: Mapping[str, Callable[[], Graph]] = {
     "vit layers, outside": lambda: _vit(False),
     "unet": lambda: _unet(True),
     "unet, outside": lambda: _unet(False),
+    "experts": _experts,
     "resnet": lambda: _conv(True),
     "resnet, outside": lambda: _conv(False),
     **{f"zoo {name}": partial(_zoo, name) for name in ZOO},

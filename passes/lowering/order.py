@@ -112,13 +112,16 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
     results, and all tensors that it needs, would be alive from there on. Inductor itself refuses pairs that are 64
     kernels apart. If a running sum were fused with its reader, it would wait for the next term, and so would all terms
     before. If a loop that copies a tensor into a part of a `cat` were fused over a library call, it would allocate the
-    whole `cat` early. Our nodes do not count as calls, because the plan predicts fusion without them.
+    whole `cat` early. Our nodes do not count as calls, because the plan predicts fusion without them. But where a wait
+    for a load stands behind the first loop, and the second needs that load, the plan has not predicted that the two are
+    fused: what the library calls between them read would be loaded, and stay, until that wait.
     """
     calls = sorted(n.min_order for n in nodes if isinstance(n, ExternKernelSchedulerNode) and not is_ours(n))
     again, running = (
         {n.get_name() for n in nodes if mark in getattr(getattr(n.node, "origin_node", None), "meta", ())}
         for mark in (RECOMPUTED, RUNNING)
     )
+    waits = {n.get_name(): n.min_order for n in nodes if called(n.node) == "wait_load_"}
     scheduler = nodes[0].scheduler
     are_long_distant, can_fuse_vertical = scheduler.are_long_distant_nodes, scheduler.can_fuse_vertical
 
@@ -126,20 +129,25 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
         end, begin = min(one.max_order, other.max_order), max(one.min_order, other.min_order)
         return bisect(calls, begin) - bisect(calls, end)
 
+    def would_wait(one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
+        first, second = sorted((one, other), key=lambda node: node.min_order)
+        late = (waits[name] > first.max_order for name in second.ancestors & waits.keys())
+        return between(one, other) > 0 and any(late)
+
     def far(one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
         in_order = sorted((one, other), key=lambda node: node.min_order)
         earlier, later = (not again.isdisjoint(n.get_name() for n in each.get_nodes()) for each in in_order)
         shared = scheduler.score_fusion_memory(one, other)
         written = sum(dep.numbytes_hint() for dep in in_order[1].read_writes.writes)
         apart = are_apart(between(one, other), earlier, later, shared, written) or would_begin_cat(one, other)
-        return apart or are_long_distant(one, other)
+        return apart or would_wait(one, other) or are_long_distant(one, other)
 
     def would_begin_cat(one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
         return between(one, other) > 0 and _is_part_of_cat(max(one, other, key=lambda node: node.min_order))
 
     def goes_into(one: BaseSchedulerNode, reader: BaseSchedulerNode, **more: Any) -> bool:
         is_sum = not running.isdisjoint(n.get_name() for n in one.get_nodes())
-        apart = (is_sum and between(one, reader) > 0) or would_begin_cat(one, reader)
+        apart = (is_sum and between(one, reader) > 0) or would_begin_cat(one, reader) or would_wait(one, reader)
         return not apart and bool(can_fuse_vertical(one, reader, **more))
 
     # this changes only this scheduler, not its class
@@ -203,7 +211,7 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
     graph = _constraints(nodes, position)
     _refuse_circle(graph, nodes)
     parts = [[_position(part, in_graph) for part in node.get_nodes()] for node in nodes]
-    begins = [min([at, *first]) for at, first in zip(position, parts, strict=True)]
+    begins = [0 if _is_fill(n) else min([at, *p]) for n, at, p in zip(nodes, position, parts, strict=True)]
     wanted = _targets(graph, position, begins, {i for n, i in in_graph.items() if _is_added(n)})
     order = [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
     needs = nx.relabel_nodes(graph, dict(enumerate(nodes)))
@@ -259,6 +267,11 @@ def _targets(graph: nx.DiGraph[int], position: list[int], begins: list[int], add
             ahead = next(at for at in itertools.count(math.ceil(needed), -1) if at - 1 not in added)
             wanted[i] = max(ready[i], needed if position[i] in added else min(needed, ahead - 0.5))
     return wanted
+
+
+def _is_fill(node: BaseSchedulerNode) -> bool:
+    """Whether a loop reads nothing, such as one that fills what a scatter writes into. It may run anywhere."""
+    return not node.is_extern() and not node.read_writes.reads
 
 
 def _is_added(node: torch.fx.Node) -> bool:

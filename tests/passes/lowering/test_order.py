@@ -104,7 +104,8 @@ def test_without_the_pins_inductor_chooses_another_order() -> None:
 
 
 def split_reader(handle: torch.Tensor, g: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> object:
-    """Inductor fuses what reads `first` with `early`, splits its loops for that, and forgets that it needs the wait."""
+    """Inductor would fuse what reads `first` with `early`, split its loops for that, and forget that it needs the
+    wait."""
     float32, cpu = torch.float32, torch.device("cpu")
     first = ops.load(handle, [128, 64], [64, 1], float32, cpu, 0)
     early = g.view(128, 64) * bias + 1
@@ -118,9 +119,9 @@ def split_reader(handle: torch.Tensor, g: torch.Tensor, w: torch.Tensor, bias: t
 
 def test_a_kernel_that_was_split_to_be_fused_runs_behind_its_wait() -> None:
     """And the load before that wait comes along: the order among ours stays the planned one."""
-    lowered = lower_alone(
-        split_reader, torch.empty((), dtype=torch.int64), torch.randn(8192), torch.randn(64, 64), torch.randn(64)
-    )
+    inputs = torch.empty((), dtype=torch.int64), torch.randn(8192), torch.randn(64, 64), torch.randn(64)
+    with mock.patch.object(order, "_keep_apart"):
+        lowered = lower_alone(split_reader, *inputs)
     assert_expected_inline(
         text(lowered),
         """\
@@ -138,11 +139,11 @@ extern mm_2""",
 
 
 def fused_from_afar(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
-    """sin -> mm; load -> mm_1 -> mm_2; mm_1 -> mm_3 -> mul. Inductor fuses sin with mul, which reads x too."""
+    """sin -> mm; mm_1 -> mm_2, of what is loaded; mm_1 -> mm_3 -> mul. Inductor fuses sin with mul: both read x."""
     first = x.sin() @ w
     loaded = ops.load(handle, [64, 64], [64, 1], torch.float32, torch.device("cpu"), 0)
     ops.wait_load_(loaded, handle, 1)
-    chain = loaded @ w
+    chain = w @ w
     gradient = loaded @ chain
     chain = chain @ w
     return first, gradient, x.cos() * chain
@@ -161,6 +162,31 @@ extern mm_2
 extern mm_3
 loops cos, mul, sin
 extern mm, sin""",
+    )
+
+
+def scattered_from_afar(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor, at: torch.Tensor) -> object:
+    """sin -> mm; load -> mm_1; cos -> scatter into zeros, as in the backward of a top-k. Inductor fuses sin with cos
+    and scatter, and fills the zeros in a loop of its own."""
+    first = x.sin() @ w
+    loaded = ops.load(handle, [64, 64], [64, 1], torch.float32, torch.device("cpu"), 0)
+    ops.wait_load_(loaded, handle, 1)
+    return first, loaded @ w, torch.full((64, 128), 0.0, dtype=torch.float32).scatter(1, at, x.cos())
+
+
+def test_zeros_that_a_fused_kernel_writes_into_are_filled_ahead_of_it() -> None:
+    """They need nothing. Else the kernel would wait for their place, and what is loaded meanwhile would pile up."""
+    inputs = torch.empty((), dtype=torch.int64), torch.randn(64, 64), torch.randn(64, 64)
+    lowered = lower_alone(scattered_from_afar, *inputs, torch.zeros(64, 64, dtype=torch.int64))
+    assert_expected_inline(
+        text(lowered),
+        """\
+loops cos, full, scatter
+loops cos, full, scatter, sin
+extern mm, sin
+load 0
+wait_load_ 1
+extern mm_1""",
     )
 
 
@@ -188,11 +214,34 @@ extern as_strided, mm_1""",
 
 
 def fused_over_a_load(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
-    """sin -> mm; load -> add, of cos."""
+    """sin; two loads -> add, of cos."""
+    first = x.sin()
+    loaded = [ops.load(handle, [64, 64], [64, 1], torch.float32, torch.device("cpu"), i) for i in range(2)]
+    for i, each in enumerate(loaded):
+        ops.wait_load_(each, handle, 2 + i)
+    return first, x.cos() + loaded[0] + loaded[1]
+
+
+def fused_behind_a_wait(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
+    """sin -> mm; load -> add, of cos. Inductor would fuse sin with add."""
     first = x.sin() @ w
     loaded = ops.load(handle, [64, 64], [64, 1], torch.float32, torch.device("cpu"), 0)
     ops.wait_load_(loaded, handle, 1)
     return first, x.cos() + loaded
+
+
+def test_no_library_call_waits_for_a_load_that_a_loop_before_it_does_not_need() -> None:
+    """Else what all such calls read would be loaded, and stay, until that load."""
+    inputs = torch.empty((), dtype=torch.int64), torch.randn(64, 64), torch.randn(64, 64)
+    assert_expected_inline(
+        text(lower_alone(fused_behind_a_wait, *inputs)),
+        """\
+loops sin
+extern mm, sin
+load 0
+wait_load_ 1
+loops add, cos""",
+    )
 
 
 def test_only_library_calls_keep_apart_what_is_computed_again() -> None:
@@ -202,9 +251,10 @@ def test_only_library_calls_keep_apart_what_is_computed_again() -> None:
         text(lower_alone(fused_over_a_load, *inputs, again={"sin"})),
         """\
 load 0
-wait_load_ 1
-loops add, cos, sin
-extern mm, sin""",
+load 1
+wait_load_ 2
+wait_load_ 3
+loops add, add_1, cos, sin""",
     )
 
 

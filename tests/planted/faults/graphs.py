@@ -102,6 +102,22 @@ FAULTS = (
         "tests/passes/lowering/test_sums.py::test_no_kernel_waits_for_all_terms",
     ),
     Fault(
+        "zeros_are_filled_at_their_place",
+        "passes/lowering/order.py",
+        "0 if _is_fill(n) else min([at, *p])",
+        "min([at, *p])",
+        "the backward of a top-k waits for the end of its layer, and all that is loaded until then piles up",
+        "tests/passes/lowering/test_order.py::test_zeros_that_a_fused_kernel_writes_into_are_filled_ahead_of_it",
+    ),
+    Fault(
+        "library_calls_wait_for_a_later_load",
+        "passes/lowering/order.py",
+        "return between(one, other) > 0 and any(late)",
+        "return False",
+        "what library calls read is loaded, and stays, until a load that they do not need: memory far above the limit",
+        "tests/passes/lowering/test_order.py::test_no_library_call_waits_for_a_load_that_a_loop_before_it_does_not_need",
+    ),
+    Fault(
         "the_pieces_of_a_loss_are_one_kernel",
         "passes/cost/fusion.py",
         "return calls > most or (calls > 0 and shared < WORTH_SHARING * written)",
