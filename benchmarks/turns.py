@@ -10,7 +10,7 @@ from pathlib import Path
 def hold_memory() -> None:
     """Have ssd_fx give no memory back while this process waits for its turn, as it gives none back between two steps.
 
-    On a virtual machine whose host takes back what is free, the next four steps would be up to 1.8 times as long.
+    Else its next steps would take longer, as they would touch all of it anew.
     """
     from ssd_fx.runtime.deaths import when_idle  # not for processes that train without it
     from ssd_fx.runtime.memory.cpu_allocator import CPU_ALLOCATOR

@@ -261,7 +261,7 @@ def limited(limit: int, peak: int, stayed: int) -> None:
 def stats() -> Stats:
     """Return a snapshot of all counts since the start or the last reset.
 
-    It waits for no transfer, so a signal handler may call it.
+    A thread may take its one lock twice, so a signal handler may call it.
     """
     graphs, clock = dict(_graphs), _clock
     return dataclasses.replace(

@@ -131,8 +131,8 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
 
     def would_wait(one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
         first, second = sorted((one, other), key=lambda node: node.min_order)
-        late = (waits[name] > first.max_order for name in second.ancestors & waits.keys())
-        return between(one, other) > 0 and any(late)
+        needed = second.ancestors & waits.keys() if between(one, other) > 0 else ()
+        return any(waits[name] > first.max_order for name in needed)
 
     def far(one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
         in_order = sorted((one, other), key=lambda node: node.min_order)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.callers.blocks import BLOCKS
 from tests.callers.caller import Caller
 
-KINDS = tuple(block for block in BLOCKS if block != "Keeps")  # that one, where something is computed again
+# "Keeps" is for programs where something is computed again.
+KINDS = tuple(block for block in BLOCKS if block != "Keeps")
 MODES = ("static", "dynamic", "own", "automatic")
 
 

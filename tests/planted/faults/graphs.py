@@ -112,7 +112,7 @@ FAULTS = (
     Fault(
         "library_calls_wait_for_a_later_load",
         "passes/lowering/order.py",
-        "return between(one, other) > 0 and any(late)",
+        "return any(waits[name] > first.max_order for name in needed)",
         "return False",
         "what library calls read is loaded, and stays, until a load that they do not need: memory far above the limit",
         "tests/passes/lowering/test_order.py::test_no_library_call_waits_for_a_load_that_a_loop_before_it_does_not_need",
