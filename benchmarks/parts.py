@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -50,6 +51,49 @@ class Ended:
         return self.result != "ok" and not self.result.startswith("skipped")
 
 
+class Processes:
+    """Those of all parts that run, each with a session of its own. Once they are ended no other starts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._ended = False
+
+    @contextlib.contextmanager
+    def started(self, words: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+        """Raises: OSError if the program cannot be run; InterruptedError if all were ended."""
+        path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH", ""))))
+        with self._lock:
+            if self._ended:
+                raise InterruptedError("interrupted before it began")
+            process = subprocess.Popen(
+                words,
+                cwd=ROOT,
+                env={**environment, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._running.add(process)
+        try:
+            yield process
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        finally:
+            with self._lock:
+                self._running.discard(process)
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and its thread is about to say so
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
 def filled(command: str, where: Mapping[str, str]) -> list[str]:
     """The command's words. What is filled in is one word, whatever it is made of."""
     return [word.format(**where) for word in shlex.split(command)]
@@ -57,12 +101,13 @@ def filled(command: str, where: Mapping[str, str]) -> list[str]:
 
 def run(parts: Sequence[Part], where: Mapping[str, str], out: Path) -> Iterator[Ended]:
     """All parts, whatever becomes of them, as they end. Neighbours that may run at once do."""
+    processes = Processes()
 
     def whole(part: Part) -> Ended:
         print(f"==== {part.name}: {part.what}", flush=True)
         started = time.monotonic()
         with open(out / f"{part.name}.txt", "a") as log:
-            result = run_part(part, where, log)
+            result = run_part(part, where, log, processes)
         ended = Ended(part.name, result, time.monotonic() - started)
         print(f"==== {part.name}: {ended.result}, {ended.seconds:.0f} s", flush=True)
         return ended
@@ -77,11 +122,11 @@ def run(parts: Sequence[Part], where: Mapping[str, str], out: Path) -> Iterator[
                 for future in as_completed([pool.submit(whole, part) for part in together]):
                     yield future.result()
             except BaseException:  # Ctrl-C comes to this thread alone
-                end_running()
+                processes.end()
                 raise
 
 
-def run_part(part: Part, where: Mapping[str, str], log: TextIO) -> str:
+def run_part(part: Part, where: Mapping[str, str], log: TextIO, processes: Processes) -> str:
     """How it ended: the first of its commands that failed says so, and the others run all the same.
 
     What the commands write goes to `log`, and to the terminal if the part is alone.
@@ -92,7 +137,13 @@ def run_part(part: Part, where: Mapping[str, str], log: TextIO) -> str:
     for command in part.commands:
         words = filled(command, where)
         tell(log, f"$ {shlex.join(words)}\n", part.alone)
-        failure = run_command(words, dict(os.environ) | dict(part.environment), deadline, log, part.alone)
+        failure = "no time was left for it"
+        if time.monotonic() < deadline:
+            try:
+                with processes.started(words, dict(os.environ) | dict(part.environment)) as process:
+                    failure = watch(process, deadline, log, part.alone)
+            except OSError as error:
+                failure = error.strerror or str(error)
         if failure:
             failures.append(f"{Path(words[0]).name} {' '.join(words[1:3])}: {failure}")
     return failures[0] if failures else "ok"
@@ -103,57 +154,26 @@ def there(needed: str) -> bool:
     return bool(importlib.util.find_spec(name) if kind == "module" else shutil.which(name))
 
 
-def run_command(words: Sequence[str], environment: Mapping[str, str], deadline: float, log: TextIO, aloud: bool) -> str:
+def watch(process: subprocess.Popen[str], deadline: float, log: TextIO, aloud: bool) -> str:
     """Empty if it ended well before the deadline; all of its processes are ended there."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        return "no time was left for it"
-    path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH", ""))))
-    try:
-        process = subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env={**environment, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        return error.strerror or str(error)
-    _running.add(process)
     late = threading.Event()
 
     def end() -> None:
         late.set()
         os.killpg(process.pid, signal.SIGKILL)
 
-    timer = threading.Timer(left, end)
+    timer = threading.Timer(deadline - time.monotonic(), end)
     timer.start()
     try:
         assert process.stdout, "a pipe"
         for line in process.stdout:
             tell(log, line, aloud)
         status = process.wait()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
     finally:
         timer.cancel()
-        _running.discard(process)
     if late.is_set():
         return "took longer than the part may"
     return f"exit status {status}" if status else ""
-
-
-_running: set[subprocess.Popen[str]] = set()
-
-
-def end_running() -> None:
-    """Ends all commands that run, with their processes."""
-    for process in list(_running):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def tell(log: TextIO, text: str, aloud: bool) -> None:
