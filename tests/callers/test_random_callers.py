@@ -105,8 +105,8 @@ def search(
 
 
 def test_callers_find_what_stock_has() -> None:
-    tally = search(50, most=4, derandomize=True)
-    assert len(tally.seen) >= 30  # some are alike: how many varies, since Hypothesis draws constants of our sources too
+    tally = search(35, most=4, derandomize=True)
+    assert len(tally.seen) >= 20  # some are alike: how many varies, since Hypothesis draws constants of our sources too
     assert {"static", "dynamic", "automatic", "float32", "autocast"} <= tally.found.keys()
     errors = {"modified by an inplace operation", "backward through the graph a second time"}
     assert errors <= {kind.partition(": ")[2] for kind in tally.found}

@@ -24,22 +24,26 @@ pytestmark = pytest.mark.skipif(
 
 
 class Found:
-    """What was generated, each group of cases by one process, when the first test asks for one of them."""
+    """What was generated, each group of cases by one process, when the first test asks for one of them.
 
-    def __init__(self) -> None:
+    `code`: the directory where it lies.
+    """
+
+    def __init__(self, code: Path) -> None:
+        self.code = code
         self._found: dict[tuple[str, str], Generated] = {}
 
     def __call__(self, case: str) -> tuple[Generated, Generated]:
         """Under plain Inductor and under ssd_fx."""
         if (case, "ssd_fx") not in self._found:
-            cases = FAST if case in FAST else SLOW
-            self._found |= {(each.case, each.backend): each for each in generated(cases)}
+            cases = SLOW if case in SLOW else (*FAST, PIECES)
+            self._found |= {(each.case, each.backend): each for each in generated(cases, self.code)}
         return self._found[case, "inductor"], self._found[case, "ssd_fx"]
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
-    return Found()
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return Found(tmp_path_factory.mktemp("code"))
 
 
 def cases() -> list[Any]:
@@ -103,11 +107,10 @@ def test_the_peak_that_is_planned_is_near_that_of_the_code(found: Found, case: s
     assert 0.9 < ours.peak / ours.walked < 1.02
 
 
-def test_of_the_pieces_of_a_loss_one_is_alive(tmp_path: Path) -> None:
+def test_of_the_pieces_of_a_loss_one_is_alive(found: Found) -> None:
     """Inductor makes the gradient of the head one kernel, behind all products, and the logits of several pieces too."""
-    generated([PIECES], tmp_path)
-    names = (f"{PIECES} {backend} backward.py".replace(" ", "_") for backend in ("inductor", "ssd_fx"))
-    plain, ours = ((tmp_path / name).read_text() for name in names)
+    names = (f"{PIECES} {each.backend} backward.py".replace(" ", "_") for each in found(PIECES))
+    plain, ours = ((found.code / name).read_text() for name in names)
     gradient, logits = (InPieces.WORDS, InPieces.WIDTH), (InPieces.ROWS, InPieces.WORDS)
     assert most_alive(plain, gradient) > InPieces.PIECES
     assert most_alive(plain, logits) > 2
