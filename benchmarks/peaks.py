@@ -38,6 +38,7 @@ from unittest import mock
 import families  # neighbours of this file
 import held
 import images
+import ordinary
 import peak
 import predicted
 import torch
@@ -120,24 +121,6 @@ class Rotating(nn.Module):
         for block in self.model.blocks:
             x = block(x, self.model.cos, self.model.sin)
         return x
-
-
-class Experts(nn.Module):
-    """A layer of a mixture of experts. Each computes all tokens, and counts for those that have chosen it."""
-
-    def __init__(self, width: int = 256, experts: int = 4) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, experts, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(experts)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        shares, chosen = self.gate(x).softmax(-1).topk(2, -1)
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            out = out + torch.where(chosen == i, shares, 0.0).sum(-1, keepdim=True) * expert(x)
-        return x + out
 
 
 class Conv(nn.Module):
@@ -255,9 +238,9 @@ def _unet(inside: bool) -> Graph:
     return Graph(lambda x: model.levels(model.first(x)), (noisy,), list(model.parameters()))
 
 
-def _experts() -> Graph:
-    model = nn.Sequential(Experts(), Experts())
-    return Graph(lambda x: model(x).square().mean(), (torch.randn(2048, 256),), list(model.parameters()))
+def _ordinary(make: Callable[[], ordinary.Made]) -> Graph:
+    model, run, inputs = make()
+    return Graph(run, inputs, [p for p in model.parameters() if p.requires_grad])
 
 
 def _conv(inside: bool) -> Graph:
@@ -297,11 +280,11 @@ MODELS: Mapping[str, Callable[[], Graph]] = {
     "vit layers, outside": lambda: _vit(False),
     "unet": lambda: _unet(True),
     "unet, outside": lambda: _unet(False),
-    "experts": _experts,
     "resnet": lambda: _conv(True),
     "resnet, outside": lambda: _conv(False),
     **{f"zoo {name}": partial(_zoo, name) for name in ZOO},
     **{name: partial(_toy, toy) for name, toy in TOYS.items()},
+    **{name: partial(_ordinary, make) for name, make in ordinary.MODELS.items()},
     **{toys.name(toy).replace("_", " "): partial(_toy, toy, HAZARD_WIDTH, HAZARD_WIDTH) for toy in HAZARDS},
 }
 
