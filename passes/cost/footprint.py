@@ -159,7 +159,7 @@ def _in_place(
 
     `ends`: for each buffer, the loops that read it in the kernel that reads it last.
     """
-    scatters = {i: _operand(kernels, i) for i, node in enumerate(kernels.nodes) if operator_of(node) in SCATTERS}
+    scatters = {i: kernels.operand(i) for i, node in enumerate(kernels.nodes) if operator_of(node) in SCATTERS}
     makers: dict[int, list[int]] = {}  # the buffers that each loop writes
     for key, i in kernels.maker.items():
         if kernels.computes[i] and (i not in kernels.calls or i in scatters) and nbytes[key]:
@@ -178,11 +178,6 @@ def _in_place(
                 taken[result] = key
                 break
     return taken
-
-
-def _operand(kernels: Kernels, i: int) -> Collection[int]:
-    """The storages of a node's first operand."""
-    return kernels.storages[kernels.index[kernels.nodes[i].all_input_nodes[0]]].keys()
 
 
 def _are_alike(kernels: Kernels, a: int, b: int, nbytes: Mapping[int, int]) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 import graphlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ssd_fx.compat import inductor_config as config
@@ -73,6 +73,8 @@ class Loop:
 
     `at`: its place in the graph. `reads`, `writes`: storages, with their bytes. `behind`: the loops whose results it
     reads. `again`: the backward computes it again by our choice. `running`: it is one of the additions of a long sum.
+    `scatters`: it writes to places that only the data knows, so no kernel reads its result that writes it too. `onto`:
+    the storages of which it writes over a copy. Another loop makes the copy.
     """
 
     at: int
@@ -82,6 +84,8 @@ class Loop:
     behind: set[int] = field(default_factory=set)
     again: bool = False
     running: bool = False
+    scatters: bool = False
+    onto: Collection[int] = ()
 
 
 def fuse(loops: Mapping[int, Loop]) -> Groups:
@@ -97,7 +101,7 @@ def _candidates(loops: Mapping[int, Loop]) -> dict[tuple[int, int], int]:
     users: dict[int, list[int]] = {}
     spaces = {k: loop.space for k, loop in loops.items() if loop.space is not None}
     for k in sorted(spaces):
-        for key in loops[k].reads.keys() | loops[k].writes.keys():
+        for key in (loops[k].reads.keys() - loops[k].onto) | loops[k].writes.keys():
             users.setdefault(key, []).append(k)
     shared: dict[tuple[int, int], int] = {}
     for key, together in users.items():
@@ -126,8 +130,8 @@ class _Group:
     """The loops that became one kernel; `loops` is their number. They stand at the places from `first` to `last`.
 
     `results`: how many results each of its reductions has; None if it has no reduction. `written`: bytes that it
-    writes. `readers`: loops, of any group, that read its results. `again`, `running`: as in `Loop`, if that holds for
-    one of its loops.
+    writes. `readers`: loops, of any group, that read its results; `barred`: those that read what it scatters. `again`,
+    `running`: as in `Loop`, if that holds for one of its loops.
     """
 
     first: int
@@ -136,6 +140,7 @@ class _Group:
     written: int
     loops: int = 1
     readers: set[int] = field(default_factory=set)
+    barred: set[int] = field(default_factory=set)
     again: bool = False
     running: bool = False
 
@@ -146,6 +151,7 @@ class _Group:
         self.written += other.written
         self.loops += other.loops
         self.readers |= other.readers
+        self.barred |= other.barred
         self.again |= other.again
         self.running |= other.running
 
@@ -163,6 +169,8 @@ class Groups:
         for k, loop in loops.items():
             for source in loop.behind:
                 self._groups[source].readers.add(k)
+                if loops[source].scatters:
+                    self._groups[source].barred.add(k)
         self._rank = {at: rank for rank, at in enumerate(sorted(loop.at for loop in loops.values()))}
         self._calls = sorted(loop.at for loop in loops.values() if loop.space is None)
         self._spans: list[tuple[int, int]] = []  # (first, last) of every merged group, sorted by `first`
@@ -187,6 +195,8 @@ class Groups:
             return True
         between = self._calls_between(one, other)
         for source, reader in ((one, b), (other, a)):
+            if any(self.of(n) == reader for n in source.barred):
+                return True
             if any(self.of(n) == reader for n in source.readers):
                 return source.running and between > 0
         span = self._rank[max(one.last, other.last)] - self._rank[min(one.first, other.first)]

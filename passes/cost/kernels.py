@@ -24,6 +24,7 @@ from ssd_fx.passes.cost.operators import (
     HEAVY,
     LOOPS,
     REDUCTIONS,
+    SCATTERS,
     addmm,
     has_complex,
     hint,
@@ -46,16 +47,18 @@ MANY_ROWS, FEW_COLUMNS = 512, 1 << 15
 class _Work:
     """The work that a kernel does for one node if it computes that node, instead of reading it from memory.
 
-    `reads`: the nodes that it reads from memory. `operations`: the number of nodes that it computes, with repetitions.
+    `reads`: the nodes that it reads from memory, each with the offsets of the views that it is read through: Inductor
+    counts the parts of a `chunk` one by one. `operations`: the number of nodes that it computes, with repetitions.
     `heavy`: whether one of them is in `HEAVY`.
     """
 
-    reads: set[int]
+    reads: set[tuple[int, ...]]
     operations: int
     heavy: bool
 
-    def add(self, other: _Work) -> None:
-        self.reads |= other.reads
+    def add(self, other: _Work, offset: int) -> None:
+        """Takes on the work of a node whose result is read through a view with that offset."""
+        self.reads |= {(*read, offset) for read in other.reads} if offset else other.reads
         self.operations += other.operations
         self.heavy |= other.heavy
 
@@ -161,6 +164,16 @@ class Kernels:
             for source in self._sources[i]:
                 self._readers[source].append(i)
 
+    def _read_at(self, i: int) -> list[tuple[int, int]]:
+        """The nodes that a node reads, each with the offset of the view that it is read through."""
+        found = list[tuple[int, int]]()
+        for node in self.nodes[i].all_input_nodes:
+            k, tensor = self.index[node], tensor_of(node)
+            sources = self._sources[k] if self.view[k] else [k]
+            offset = hint(tensor.storage_offset()) if self.view[k] and tensor is not None else 0
+            found += [(source, offset) for source in sources if self.storages[source]]
+        return found
+
     def _inside(self, inlined: Collection[int], addmms: dict[int, int]) -> list[Collection[int]]:
         inside: list[Collection[int]] = [(i,) for i in range(len(self.nodes))]
         for i in reversed(range(len(self.nodes))):
@@ -181,13 +194,13 @@ class Kernels:
             if not self.computes[i] or not is_inlined(node) or i in self.calls:
                 continue
             work = _Work(set(), 1, is_on_cpu(node) and operator_of(node) in HEAVY)
-            for source in self._sources[i]:
+            for source, offset in self._read_at(i):
                 if source in inlined:
-                    work.add(inlined[source])
+                    work.add(inlined[source], offset)
                 elif i in early.get(source, ()):
-                    work.add(again[source])
+                    work.add(again[source], offset)
                 else:
-                    work.reads.add(source)
+                    work.reads.add((source, offset))
             if self._is_realized(i, work):
                 continue
             first = min((r for r in self._readers[i] if r in self.calls or self._is_output(r)), default=None)
@@ -216,6 +229,10 @@ class Kernels:
         too_long = len(work.reads) > config.realize_reads_threshold or 2 * work.operations > most_operations
         return len(readers) > 1 and (too_long or work.heavy)
 
+    def operand(self, i: int) -> Collection[int]:
+        """The storages of a node's first operand."""
+        return self.storages[self.index[self.nodes[i].all_input_nodes[0]]].keys()
+
     def _is_output(self, i: int) -> bool:
         return bool(self.nodes[i].op == "output")
 
@@ -240,6 +257,8 @@ class Kernels:
         loops = {i: Loop(i, writes=self.storages[i]) for i in makers}
         for i, loop in loops.items():
             loop.again, loop.running = RECOMPUTED in self.nodes[i].meta, self.nodes[i] in self._running
+            if operator_of(self.nodes[i]) in SCATTERS:
+                loop.scatters, loop.onto = True, self.operand(i)
         shapes = {i: _shape(self.nodes[i]) for i in makers if i not in self.calls}
         goes_by_rows = {i for i in shapes if 0 not in summed(self.nodes[i])}
         for i in (i for i, computed in enumerate(self.computes) if computed):
@@ -276,6 +295,8 @@ def _sizes(node: fx.Node) -> dict[int, tuple[int, int]]:
 def _shape(node: fx.Node) -> Space:
     """The space of a loop that yields the node: the elements that it makes, or those that it sums up or scatters."""
     of = (node, *node.all_input_nodes) if operator_of(node) in LOOPS else (node,)
+    if operator_of(node) in SCATTERS:
+        of = tuple(node.all_input_nodes[1:])
     elements = max(count(t) for n in of for t in tensors_of(n))
     reduces = operator_of(node) in REDUCTIONS
     outer = max(map(count, tensors_of(node))) if reduces else elements

@@ -31,7 +31,7 @@ def lifetime(partition: Partition, plan: Plan) -> Plan:
         key = storage_key(base.meta["val"])
         assert key is not None
         # Whatever is fused, no node of the graph may read behind the release.
-        last = max(fwd_position[base], fwd_buffers.last[key], fwd_buffers.read_last[key])
+        last = max(last_read(base, fwd_position), fwd_buffers.last[key], fwd_buffers.read_last[key])
         if base.op == "placeholder":  # the caller has it until the forward returns
             last = len(forward) - 2
         if group.pack is not None and group.pack.copy:  # only the store reads the copy
@@ -62,11 +62,17 @@ def first_read(placeholder: fx.Node, position: dict[fx.Node, int]) -> int:
     return min(readers, default=len(position) - 1)
 
 
-def view_closure(placeholder: fx.Node) -> dict[fx.Node, None]:
-    """The placeholder and all nodes of its graph that are views of it, or tuples of nothing but such views."""
-    key = storage_key(placeholder.meta["val"])
-    closure = {placeholder: None}
-    work = [placeholder]
+def last_read(base: fx.Node, position: dict[fx.Node, int]) -> int:
+    """Position of the last node that reads `base` or a view of it, but for the output; its own if none does."""
+    views = view_closure(base)
+    return max([position[base], *(position[u] for n in views for u in n.users if u not in views and u.op != "output")])
+
+
+def view_closure(node: fx.Node) -> dict[fx.Node, None]:
+    """The node and all nodes of its graph that are views of it, or tuples of nothing but such views."""
+    key = storage_key(node.meta["val"])
+    closure = {node: None}
+    work = [node]
     while work:
         for user in work.pop().users:
             if user in closure:

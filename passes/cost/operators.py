@@ -35,7 +35,7 @@ REDUCTIONS = frozenset(
     {aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten.any, aten.all, aten.prod, aten.argmax}
 )
 # A loop of its own: neither inlined into readers nor a library call.
-LOOPS = REDUCTIONS | {prims.inductor_random, aten._unsafe_masked_index_put_accumulate}
+LOOPS = REDUCTIONS | {prims.inductor_random, aten._unsafe_masked_index_put_accumulate, aten.index_put}
 
 # Operators that write into a copy of their first operand, as scattered sums do.
 SCATTERS = frozenset(

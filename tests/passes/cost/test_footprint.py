@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ssd_fx.passes.cost.footprint import buffers
 from ssd_fx.passes.cost.fusion import Loop, Space, fuse
 from ssd_fx.passes.cost.kernels import Kernels
+from ssd_fx.passes.cost.lifetime import last_read
 from ssd_fx.passes.partition import RECOMPUTED, storage_of
 from tests.passes.lowered import lower_alone
 
@@ -371,6 +372,21 @@ def test_a_release_is_behind_every_reader_of_the_graph() -> None:
     key = storage_of(next(n for n in nodes if n.name == "mm"))
     assert key is not None
     assert (nodes[found.last[key]].name, nodes[found.read_last[key]].name) == ("sin", "cos")
+
+
+def test_a_release_is_behind_a_reader_that_computes_the_tensor_itself() -> None:
+    """The loop that reads the returned numbers computes them once more. The graph reads them all the same."""
+
+    def function(x: torch.Tensor) -> object:
+        numbers = torch.ops.prims.iota(8, start=0, step=1, dtype=torch.int64, device="cpu", requires_grad=False)
+        return numbers, x @ x * numbers
+
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(8, 8)).graph
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    (iota,) = (node for node in graph.nodes if node.name == "iota")
+    assert buffers(Kernels(graph)).last[storage_of(iota) or 0] == position[iota]
+    (mul,) = (node for node in graph.nodes if node.name == "mul")
+    assert last_read(iota, position) == position[mul]
 
 
 def fused_reader(saved: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:

@@ -126,8 +126,21 @@ def windows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return turned.sum(2, keepdim=True) * turned, (y * 2).sum((0, 1))
 
 
+def modulated(x: Tensor, y: Tensor, z: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Inductor counts five reads, two of them of `factors`: one too many to be inlined."""
+    a, b = factors.chunk(2, 1)
+    total = x + a * y + b * z
+    return total.sin(), total.cos()
+
+
 @pytest.mark.parametrize(
-    ("run", "shapes"), [(rolled, [(16, 64)] * 4), (windows, [(32, 64, 32), (2, 1024, 32)])], ids=["rolled", "windows"]
+    ("run", "shapes"),
+    [
+        (rolled, [(16, 64)] * 4),
+        (windows, [(32, 64, 32), (2, 1024, 32)]),
+        (modulated, [(16, 64), (16, 64), (16, 64), (16, 128)]),
+    ],
+    ids=lambda run: getattr(run, "__name__", ""),
 )
 def test_loops_are_those_of_inductor(run: Callable[..., object], shapes: list[tuple[int, ...]]) -> None:
     args = [torch.randn(shape) for shape in shapes]
@@ -137,3 +150,19 @@ def test_loops_are_those_of_inductor(run: Callable[..., object], shapes: list[tu
         predicted.setdefault(kernel, set()).add(kernels.nodes[i].name)
     made = [{node.node.origin_node.name for node in k.get_nodes()} for k in lower_alone(run, *args).kernels]
     assert sorted(map(sorted, predicted.values())) == sorted(map(sorted, made))
+
+
+def scattered(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    at, at_other = (torch.ops.prims.convert_element_type(t.select(1, 0) * 0, torch.int64) for t in (x, other))
+    zeros, y = torch.full((64, 32), 0.0, dtype=torch.float32), x.relu()
+    return zeros.index_put([at], y, accumulate=True) + 1, y <= 0, zeros.index_put([at_other], other, accumulate=True)
+
+
+def test_a_scattered_sum_is_a_loop_that_its_readers_do_not_join() -> None:
+    """Nor do two sums become one kernel because they begin from the same zeros: a loop for each fills its own."""
+    args = torch.randn(64, 32), torch.randn(64, 32)
+    kernels = Kernels(make_fx(scattered, tracing_mode="fake")(*args).graph)
+    of = {kernels.nodes[i].name: kernel for i, kernel in kernels.kernel.items()}
+    assert of["index_put"] == of["le"] not in (of["add"], of["index_put_1"])
+    fills = 2
+    assert len(lower_alone(scattered, *args).kernels) == fills + len({of["le"], of["add"], of["index_put_1"]})
