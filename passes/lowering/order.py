@@ -111,9 +111,11 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
     If two loops that do not read each other were fused, the later one would run at the place of the earlier. Its
     results, and all tensors that it needs, would be alive from there on. Inductor itself refuses pairs that are 64
     kernels apart. If a running sum were fused with its reader, it would wait for the next term, and so would all terms
-    before. If a loop that copies a tensor into a part of a `cat` were fused over a library call, it would allocate the
-    whole `cat` early. Our nodes do not count as calls, because the plan predicts fusion without them. But where a wait
-    for a load stands behind the first loop, and the second needs that load, the plan has not predicted that the two are
+    before. If a loop that copies a tensor into a part of a `cat` were fused over a library call, or over a release of
+    ours, it would allocate the whole `cat` early.
+
+    Elsewhere our nodes do not count as calls, because the plan predicts fusion without them. But where a wait for a
+    load stands behind the first loop, and the second needs that load, the plan has not predicted that the two are
     fused: what the library calls between them read would be loaded, and stay, until that wait.
     """
     calls = sorted(n.min_order for n in nodes if isinstance(n, ExternKernelSchedulerNode) and not is_ours(n))
@@ -121,13 +123,14 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
         {n.get_name() for n in nodes if mark in getattr(getattr(n.node, "origin_node", None), "meta", ())}
         for mark in (RECOMPUTED, RUNNING)
     )
+    releases = sorted(n.min_order for n in nodes if called(n.node) == "wait_store_")
     waits = {n.get_name(): n.min_order for n in nodes if called(n.node) == "wait_load_"}
     scheduler = nodes[0].scheduler
     are_long_distant, can_fuse_vertical = scheduler.are_long_distant_nodes, scheduler.can_fuse_vertical
 
-    def between(one: BaseSchedulerNode, other: BaseSchedulerNode) -> int:
+    def between(one: BaseSchedulerNode, other: BaseSchedulerNode, these: list[int] = calls) -> int:
         end, begin = min(one.max_order, other.max_order), max(one.min_order, other.min_order)
-        return bisect(calls, begin) - bisect(calls, end)
+        return bisect(these, begin) - bisect(these, end)
 
     def would_wait(one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
         first, second = sorted((one, other), key=lambda node: node.min_order)
@@ -143,7 +146,8 @@ def _keep_apart(nodes: list[BaseSchedulerNode]) -> None:
         return apart or would_wait(one, other) or are_long_distant(one, other)
 
     def would_begin_cat(one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
-        return between(one, other) > 0 and _is_part_of_cat(max(one, other, key=lambda node: node.min_order))
+        frees = between(one, other) > 0 or between(one, other, releases) > 0
+        return frees and _is_part_of_cat(max(one, other, key=lambda node: node.min_order))
 
     def goes_into(one: BaseSchedulerNode, reader: BaseSchedulerNode, **more: Any) -> bool:
         is_sum = not running.isdisjoint(n.get_name() for n in one.get_nodes())
@@ -357,7 +361,17 @@ def _call(node: BaseSchedulerNode) -> torch.fx.Node | None:
 
 
 def _origins(node: BaseSchedulerNode) -> set[torch.fx.Node]:
-    return {o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
+    """The FX nodes that a kernel computes.
+
+    An elementwise loop that writes into a part of a `cat` computes the `cat` too: the whole is in memory from there on,
+    and in the plan from its own place on. A reduction keeps its place, or what it reads would stay in memory.
+    """
+    buffers: list[Any] = [part.node for part in node.get_nodes() if part.node is not None]
+    for buffer in buffers:
+        layout, is_sum = getattr(buffer, "layout", None), isinstance(getattr(buffer, "data", None), ir.Reduction)
+        if isinstance(layout, ir.NonOwningLayout) and not is_sum:
+            buffers.append(V.graph.get_buffer(layout.view.get_name()))  # it may be a part of another `cat`
+    return {origin for buffer in buffers for origin in buffer.get_origins()}
 
 
 def _readers_of_waits(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, int]]:

@@ -190,6 +190,21 @@ extern mm_1""",
     )
 
 
+def joined_behind_a_load(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
+    """mm -> cos, load -> mm_1, and then a `cat` of cos and others, which Inductor has cos compute its result into."""
+    part = (x @ w).cos()
+    loaded = ops.load(handle, [64, 64], [64, 1], torch.float32, torch.device("cpu"), 0)
+    ops.wait_load_(loaded, handle, 1)
+    return loaded @ w, torch.cat([part, *x.chunk(16)]) @ w
+
+
+def test_what_is_computed_into_a_cat_does_not_begin_it_early() -> None:
+    """The whole is in memory from its first part on. The plan has it behind the load."""
+    lowered = lower_alone(joined_behind_a_load, torch.empty((), dtype=torch.int64), *(torch.randn(64, 64),) * 2)
+    lines = text(lowered).splitlines()
+    assert lines.index("extern mm") < lines.index("extern mm_1") < lines.index("loops cos")
+
+
 def needed_behind_a_load(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
     """sin -> mm, behind a load that mm_1 reads, and what rebuilds a tensor of it. Inductor fuses sin with cos."""
     y = x.sin()
