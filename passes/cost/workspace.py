@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -107,44 +108,116 @@ def _packed(a: _Matrices, b: _Matrices) -> int:
 
 
 def _convolution(node: fx.Node) -> int:
-    """The workspace of a convolution of images on the CPU: oneDNN's copies, mostly of the weight.
+    """The workspace of a convolution on the CPU: what ATen copies into the order that oneDNN computes in, and what
+    oneDNN copies and packs (`mkldnn_convolution_backward` and its neighbours in mkldnn/Conv.cpp, PyTorch 2.13 with
+    oneDNN 3.12).
 
-    The weight lies with its channels last, but the forward and the gradient of the image read it in blocks of 16
-    channels. The gradient of a weight is computed in such blocks, in float32, and copied twice. With a kernel of more
-    than 14 rows or columns that gradient is a product of matrices, which have all pixels that each result reads. If the
-    convolution takes steps, the gradient of the image is computed from a padded copy of the result's gradient, one
-    image a thread. Counted with AVX-512 and PyTorch 2.13.
+    A transposed convolution computes what is the gradient of the image otherwise, and the other way round.
     """
-    given = arguments_of(node)
+    given, is_forward = arguments_of(node), operator_of(node) is aten.convolution
     weight, image = tensor_of(given["weight"]), tensor_of(given["input"])
-    if weight is None or image is None or weight.ndim != 4 or weight.device.type != "cpu" or given["transposed"]:
+    result = tensor_of(node if is_forward else given["grad_output"])
+    if weight is None or image is None or result is None or weight.device.type != "cpu":
         return 0
-    out, of, *kernel = (hint(n) for n in weight.shape)
-    window = math.prod(kernel)
-    steps = [*given["stride"], *given["stride"]][:2]
-    if window == 1 and steps == [1, 1]:
-        return 0
-    if operator_of(node) is aten.convolution:
-        blocks = _up(out, BLOCK) * of * window * weight.itemsize
-        return blocks + sum(_turned(given[name]) for name in ("input", "weight"))
-    result = tensor_of(given["grad_output"])
-    assert result is not None
-    rows, columns = (hint(n) for n in result.shape[-2:])
+    steps = [hint(step) for step in given["stride"]]
+    inside = _Convolution(weight, image, result, max(steps) > 1, given["transposed"], _is_last(given))
+    copies = sum(map(_nbytes, inside.copied if not is_forward else inside.copied[:1]))
+    if is_forward and inside.is_last:
+        copies += sum(_turned(given[name]) for name in ("input", "weight"))
+    if inside.is_product:
+        return copies
+    if is_forward:
+        return copies + (inside.spread(image, result) if inside.is_transposed else inside.gather(image, result))
     to_image, to_weight, _ = given["output_mask"]
-    image_bytes = weight_bytes = 0
-    if to_image:
-        image_bytes = _up(of, BLOCK) * out * window * weight.itemsize
-        if steps != [1, 1]:
-            padded = (rows + kernel[0] - 1) * (columns + kernel[1] - 1)
-            image_bytes += torch.get_num_threads() * out * padded * weight.itemsize
-    if to_weight:
-        plain, blocks = 4 * out * of * window, 4 * _up(out, BLOCK) * (of if of < BLOCK else _up(of, BLOCK)) * window
-        weight_bytes = plain + blocks
-        if max(kernel) > LARGE_KERNEL:
-            weight_bytes = 4 * plain + 2 * 4 * of * window * rows * columns
-        if not is_channels_last(weight.shape, weight.stride()):
-            weight_bytes += plain
-    return max(image_bytes, weight_bytes)
+    image_bytes = (inside.gather if inside.is_transposed else inside.spread)(result, image) if to_image else 0
+    return copies + max(image_bytes, inside.weight_gradient() if to_weight else 0)
+
+
+def _is_last(given: Mapping[str, Any]) -> bool:
+    """Whether ATen computes a convolution with the channels last, as Inductor lays images and weights out, and no other
+    tensors. The strides of a weight with one channel a group fit both orders: then a backward has it contiguous
+    (`mkldnn_conv_use_channels_last` in ConvUtils.h, and `joint/conv_operands.py`)."""
+    weight = given["weight"].meta["val"]
+    if weight.ndim != 4:
+        return False
+    return "output_mask" not in given or hint(weight.shape[1]) != 1 or hint(weight.stride()[1]) == 1
+
+
+class _Convolution(NamedTuple):
+    """A convolution, or its gradients. `result`: its result, or the gradient of that.
+
+    `is_last`: channels come last. Then oneDNN reads the images as they lie. Else it copies them into blocks of
+    channels, and its result out of such blocks, while the blocks are there.
+    """
+
+    weight: Tensor
+    image: Tensor
+    result: Tensor
+    is_strided: bool
+    is_transposed: bool
+    is_last: bool
+
+    @property
+    def copied(self) -> list[Tensor]:
+        """Of the image and the gradient of the result, what ATen copies, as it lies in another order or has gaps."""
+        fits = _is_dense if self.weight.ndim == 4 else _is_contiguous
+        return [x for x in (self.image, self.result) if not fits(x)]
+
+    @property
+    def kernel(self) -> list[int]:
+        return [hint(n) for n in self.weight.shape[2:]]
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a product of matrices (`use_mkldnn` in Convolution.cpp)."""
+        is_small = hint(self.image.shape[0]) < 16 and torch.get_num_threads() == 1
+        return max(self.kernel) == 1 and not self.is_strided and (self.is_last or is_small)
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether each image becomes a matrix, with all pixels that each result reads, as its kernel is large."""
+        return max(self.kernel) > LARGE_KERNEL and not self.is_transposed
+
+    @property
+    def _matrix(self) -> int:
+        pixels = math.prod(hint(n) for n in self.result.shape[2:])
+        return self.weight.itemsize * hint(self.weight.shape[1]) * math.prod(self.kernel) * pixels
+
+    def _packed(self, out: int, of: int) -> int:
+        """Bytes of the weight in blocks of 16 channels of what is computed."""
+        return _up(out, BLOCK) * of * math.prod(self.kernel) * self.weight.itemsize
+
+    def gather(self, source: Tensor, result: Tensor) -> int:
+        """Each pixel of the result reads as many of the source as the kernel has."""
+        packed = self._packed(*(hint(n) for n in self.weight.shape[:2]))
+        if self.is_last:
+            return packed
+        return max(0 if self._is_large else _nbytes(source) + packed, _nbytes(result))
+
+    def spread(self, source: Tensor, result: Tensor) -> int:
+        """Each pixel of the source is read by as many of the result as the kernel has.
+
+        If the convolution takes steps, oneDNN pads a copy of the source, one image a thread, and has channels last.
+        ATen then makes the result contiguous by a second copy (`mkldnn_to_dense` in MKLDNNConversions.cpp).
+        """
+        out, of = (hint(n) for n in self.weight.shape[:2])
+        packed = self._packed(of, out)
+        if self.is_last:
+            padded = math.prod(hint(n) + k - 1 for n, k in zip(source.shape[2:], self.kernel, strict=True))
+            return packed + torch.get_num_threads() * out * padded * self.weight.itemsize * self.is_strided
+        if (self.is_strided and of > 1) or self.is_transposed:
+            return max(_nbytes(source) + packed, 2 * _nbytes(result))
+        return max(self._matrix if self._is_large else _nbytes(source) + packed, _nbytes(result))
+
+    def weight_gradient(self) -> int:
+        """It is computed in blocks, in float32, and copied; twice if channels come last, and again into that order."""
+        out, of = (hint(n) for n in self.weight.shape[:2])
+        plain = 4 * out * of * math.prod(self.kernel)
+        if not self.is_last:
+            return self._matrix + 4 * plain if self._is_large else _nbytes(self.image) + _nbytes(self.result)
+        blocks = 4 * _up(out, BLOCK) * (of if of < BLOCK else _up(of, BLOCK)) * math.prod(self.kernel)
+        turned = 0 if is_channels_last(self.weight.shape, self.weight.stride()) else plain
+        return turned + (4 * plain + 2 * self._matrix if self._is_large else plain + blocks)
 
 
 def _turned(operand: fx.Node) -> int:
@@ -153,7 +226,26 @@ def _turned(operand: fx.Node) -> int:
     assert tensor is not None
     if operand.op != "placeholder" or is_channels_last(tensor.shape, tensor.stride()):
         return 0
-    return hint(tensor.numel()) * tensor.itemsize
+    return _nbytes(tensor)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return math.prod(hint(n) for n in tensor.shape) * tensor.itemsize
+
+
+def _is_contiguous(tensor: Tensor) -> bool:
+    return _is_row_after_row([hint(n) for n in tensor.shape], [hint(n) for n in tensor.stride()])
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous, in some order of its dimensions."""
+    dims = sorted(((hint(step), hint(n)) for step, n in zip(tensor.stride(), tensor.shape, strict=True)), reverse=True)
+    return _is_row_after_row([n for _, n in dims], [step for step, _ in dims])
+
+
+def _is_row_after_row(size: Sequence[int], stride: Sequence[int]) -> bool:
+    rows = (math.prod(size[d + 1 :]) for d in range(len(size)))
+    return all(step == row for step, row, n in zip(stride, rows, size, strict=True) if n != 1)
 
 
 class _Matrices(NamedTuple):
@@ -232,8 +324,7 @@ class _Dense(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        rows = (math.prod(self.size[d + 1 :]) for d in range(4))
-        return all(step == row for step, row, n in zip(self.stride, rows, self.size, strict=True) if n != 1)
+        return _is_row_after_row(self.size, self.stride)
 
 
 def _up(number: int, multiple: int) -> int:
