@@ -103,29 +103,57 @@ class Strides:
 
 
 def _images(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The images that lie with their channels last in a backward, though the graph has other strides: those that a
-    convolution reads and writes, if its weight lies so, and all that are computed of these or with these element by
-    element (`get_fill_order` in Inductor's ir.py, torch 2.13)."""
+    """The images that lie with their channels last in a backward, though the graph has other strides: those that
+    convolutions read and write, if Inductor lays any of these out so, and all that are computed of these or with these
+    element by element (`get_fill_order` in Inductor's ir.py, torch 2.13). What a convolution of single channels reads
+    and writes is contiguous (`joint/conv_operands.py`)."""
     beside: dict[fx.Node, list[fx.Node]] = {}  # by node, the nodes that lie in the same order
-    found: set[fx.Node] = set()
-    work: list[fx.Node] = []
+    images: list[fx.Node] = []
+    contiguous: set[fx.Node] = set()
+    is_laid_out = False
     for node in nodes:
         alike: list[fx.Node] = []
         if node.target is aten.convolution_backward.default:
             result, image, weight = (arguments_of(node)[name] for name in ("grad_output", "input", "weight"))
-            alike = [result, image, *(user for user in node.users if user.args[1] == 0)]
-            alike = [n for n in alike if len(_size(n)) == 4]
-            work += alike if _is_turned(weight) else ()
+            around = [result, image, *(user for user in node.users if user.args[1] == 0)]
+            around = [n for n in around if len(_size(n)) == 4]
+            if _is_of_channels(weight):
+                contiguous.update(around)
+                continue
+            alike = around
+            images += around
+            is_laid_out = is_laid_out or _is_turned(weight)
+        elif _is_made_contiguous(node):
+            images += node.all_input_nodes
+            is_laid_out = True
         elif torch.Tag.pointwise in getattr(node.target, "tags", ()) and len(size := _size(node)) == 4:
             alike = [node, *(n for n in node.all_input_nodes if _size(n) == size)]
         for one in alike:
             beside.setdefault(one, []).extend(alike)
+    found: set[fx.Node] = set()
+    work = images if is_laid_out else []
     while work:
         node = work.pop()
-        if node not in found:
+        if node not in found and node not in contiguous:
             found.add(node)
-            work += beside[node]
+            work += beside.get(node, ())
     return found
+
+
+def _is_made_contiguous(node: fx.Node) -> bool:
+    """Whether `joint/conv_operands.py` made a node of a saved image, for a convolution."""
+    if node.target is not aten.clone.default or node.kwargs.get("memory_format") is not torch.contiguous_format:
+        return False
+    is_read = any(user.target is aten.convolution_backward.default for user in node.users)
+    return is_read and node.all_input_nodes[0].op == "placeholder" and len(_size(node)) == 4
+
+
+def _is_of_channels(weight: fx.Node) -> bool:
+    """Whether a convolution's weight has one channel a group, so that its strides fit any order."""
+    tensor = tensor_of(weight)
+    assert tensor is not None
+    size, stride = _hints(tensor)
+    return len(size) == 4 and size[1] == 1 and stride[1] != 1
 
 
 def _is_turned(weight: fx.Node) -> bool:

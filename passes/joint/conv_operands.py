@@ -9,16 +9,23 @@ order. It turns a saved input where the forward begins, and saves the copy, alth
 Inductor to save inputs with the strides that they have (`lowering/conv_operands.py`). This pass writes the copies into
 the backward. So nodes there have the strides that they would have with saved copies, and the plan counts the copies.
 
+The strides of a weight with one channel a group, [n, 1, 3, 3], fit any order. For these Inductor copies images that the
+backward reads: rows come before channels, as in the gradient of the weight. But ATen computes with contiguous images
+then, and copies them again (`convolution_backward_lowering` in Inductor's kernel/conv.py, torch 2.13). So the backward
+makes one contiguous copy.
+
 Hazard: in the forward no node may yield other strides than before. `as_strided` counts elements by the strides of the
 graph, and the caller gets its outputs with them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from ssd_fx.passes.groups import is_channels_last
 from ssd_fx.passes.partition import Partition, arguments_of, tensor_of
@@ -34,7 +41,11 @@ def turn_operands(partition: Partition) -> None:
     for node in partition.backward.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         for at, operand in enumerate(node.args[:3]):
             if operand.op == "placeholder" and operand.name not in made and _is_read(node, at):
-                _turn(node, operand)
+                _turn(node, operand, torch.channels_last)
+        if _is_of_channels(node):
+            for operand in node.args[:2]:
+                if operand.op == "placeholder" or not _is_contiguous(operand):
+                    _turn(node, operand, torch.contiguous_format)
     partition.recompile()
 
 
@@ -61,16 +72,32 @@ def _is_read(node: fx.Node, at: int) -> bool:
     return not is_channels_last(operand.shape, operand.stride())
 
 
-def _turn(node: fx.Node, operand: fx.Node) -> None:
-    """Have a convolution read a copy of `operand`, made right before it."""
+def _is_of_channels(node: fx.Node) -> bool:
+    """Whether each channel of the result reads one of several channels of the image, and the gradient of the weight is
+    computed, whose strides fit any order."""
+    given = arguments_of(node)
+    image, weight = tensor_of(given["input"]), tensor_of(given["weight"])
+    if image is None or weight is None or weight.ndim != 4 or not given["output_mask"][1]:
+        return False
+    is_one = statically_known_true(weight.shape[1] == 1) and not statically_known_true(weight.stride()[1] == 1)
+    return is_one and not statically_known_true(image.shape[1] == 1)
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    tensor = tensor_of(node)
+    assert tensor is not None
+    rows = (math.prod(tensor.shape[d + 1 :]) for d in range(tensor.ndim))
+    return statically_known_true(sym_eq(tuple(tensor.stride()), tuple(rows)))
+
+
+def _turn(node: fx.Node, operand: fx.Node, order: torch.memory_format) -> None:
+    """Have a convolution read a copy of `operand` in another order, made right before it."""
+    name = f"{node.name}_{operand.name}"
+    given: dict[str, Any] = {"memory_format": order}
     with node.graph.inserting_before(node):
-        name = f"{node.name}_{operand.name}"
-        copy = node.graph.create_node("call_function", aten.clone.default, (operand,), {**_LAST}, name=name)
+        copy = node.graph.create_node("call_function", aten.clone.default, (operand,), given, name=name)
     copy.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "seq_nr") if key in node.meta}
     tensor = operand.meta["val"]
     with torch.no_grad(), tensor.fake_mode:
-        copy.meta["val"] = tensor.clone(**_LAST)
+        copy.meta["val"] = tensor.clone(memory_format=order)
     node.replace_input_with(operand, copy)
-
-
-_LAST: dict[str, Any] = {"memory_format": torch.channels_last}

@@ -113,3 +113,16 @@ def test_a_loop_that_copies_into_a_cat_does_not_begin_it_before_the_other_half_i
     begins = next(i for i, line in enumerate(lines) if "empty_strided_cpu((2, 16, 8, 8)" in line)
     calls = [i for i, line in enumerate(lines) if "extern_kernels.convolution(" in line]
     assert sum(call < begins for call in calls) == 3
+
+
+def test_a_convolution_of_single_channels_reads_one_contiguous_copy_of_an_image() -> None:
+    """Inductor would make one with rows before channels, and ATen another."""
+
+    def depthwise(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        y = F.conv2d(x, w, padding=1).sigmoid()
+        return F.conv2d(y, v[:, :1], padding=1, groups=8).sin().sum()
+
+    _, backward = lower(depthwise, *inputs(), options={"recompute": False, "budget": 1.0})
+    made = [line for line in backward.code.splitlines() if "empty_strided_cpu((2, 8, 8, 8)" in line]
+    assert not any("(512, 8, 64, 1)" in line for line in made)
+    assert sum(f"{FIRST}" in line for line in made) == 2

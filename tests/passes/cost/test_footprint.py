@@ -531,3 +531,20 @@ def test_an_image_that_a_view_reshapes_is_contiguous_and_others_have_their_chann
     assert overwriting(traced.graph) == {"mul": "getitem"}
     next(n for n in traced.graph.nodes if n.name.startswith("weight")).meta["val"] = turned
     assert overwriting(traced.graph) == ({} if reshaped else {"mul": "getitem"})
+
+
+def test_what_a_convolution_of_single_channels_reads_is_contiguous_and_other_images_are_not() -> None:
+    """mul -> convolution_backward of one channel a group -> mul: neither product is written over an image with another
+    order, nor is the copy that the convolution reads. The last two images have their channels last."""
+
+    def function(a: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, point: torch.Tensor) -> object:
+        rest, mask = ([1, 1], [0, 0], [1, 1], False, [0, 0]), [True, True, False]
+        grad = torch.ops.aten.convolution_backward(a.sin(), a.cos(), point, None, *rest, 1, mask)[0]
+        copy = image.clone(memory_format=torch.contiguous_format)
+        padded = (rest[0], [1, 1], *rest[2:])
+        found = torch.ops.aten.convolution_backward(grad * 2, copy, weight, None, *padded, 8, mask)[0]
+        return torch.ops.aten.convolution_backward((found * 2) * 3, a.exp(), point, None, *rest, 1, mask)[1:2]
+
+    images, weight = [torch.randn(2, 8, 4, 4) for _ in range(2)], torch.randn(8, 1, 3, 3)
+    traced = make_fx(function, tracing_mode="fake")(*images, weight, torch.randn(8, 8, 1, 1))
+    assert overwriting(traced.graph) == {}
