@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import bisect
 import graphlib
-from collections.abc import Collection, Mapping
+import heapq
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ssd_fx.compat import inductor_config as config
@@ -216,7 +218,8 @@ class Groups:
         kernels had one place, the tensors that one of them reads would seem alive beside those that the other writes.
         If no place is free, the kernel gets the place of its reader. A kernel never runs before the first loop of any
         kernel that it needs. So if a loop is fused with the loop of a gradient that needs kernels at the end of the
-        backward, their kernel runs there too, and its readers run later. That is the order of `lowering/order.py`.
+        backward, their kernel runs there too, and its readers run later, each at a place of its own if there is one.
+        That is the order of `lowering/order.py`.
         """
         at = {root: group.last for root, group in self._groups.items()}
         readers = {root: {self.of(n) for n in group.readers} - {root} for root, group in self._groups.items()}
@@ -235,9 +238,11 @@ class Groups:
                 free = (place for place in range(need - 1, begin - 1, -1) if place not in taken)
                 at[root] = max(next(free, need), ready[root])
                 taken.add(at[root])
-        for root in reversed(upwards):
-            for reader in readers[root]:
-                at[reader] = max(at[reader], at[root])
+        now, last = -1, max(at.values(), default=0)
+        for root in _in_order(at, readers):
+            if at[root] < now:
+                at[root] = now + (now + 1 < last and now + 1 not in taken)
+            now = at[root]
         return {k: at[self.of(k)] for k in self._parent}
 
     def of(self, kernel: int) -> int:
@@ -271,3 +276,17 @@ class Groups:
                 break
             latest = max(latest, last)
         return latest
+
+
+def _in_order(at: Mapping[int, int], readers: Mapping[int, set[int]]) -> Iterator[int]:
+    """Kernels behind those that they read, and else by their places."""
+    inputs = Counter(reader for found in readers.values() for reader in found)
+    heap = [(place, root) for root, place in at.items() if not inputs[root]]
+    heapq.heapify(heap)
+    while heap:
+        _, root = heapq.heappop(heap)
+        yield root
+        for reader in readers[root]:
+            inputs[reader] -= 1
+            if not inputs[reader]:
+                heapq.heappush(heap, (at[reader], reader))

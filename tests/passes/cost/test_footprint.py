@@ -207,6 +207,24 @@ def test_what_the_last_loop_of_a_kernel_needs_is_not_made_early_for_what_reads_t
     assert places(loops) == {10: 80, 20: 80, 70: 70, 80: 80, 90: 80}
 
 
+def test_readers_of_a_kernel_that_runs_late_run_one_after_the_other() -> None:
+    """As above, with a call that reads the result of 20, and something behind 90. One judge of two images: the sums of
+    both gradients of its batch norm are one kernel, so all that the first image is made of waits for the second."""
+    loops = {
+        10: loop(10, {1: 64}, {2: 64}, set()),
+        20: loop(20, {2: 64}, {3: 64}, {10}, space=None),
+        30: loop(30, {3: 64}, {4: 64}, {20}, space=None),
+        70: loop(70, {}, {7: 64}, set(), space=None),
+        80: loop(80, {7: 64}, {8: 64}, {70}, space=None),
+        82: loop(82, {}, {12: 64}, set(), space=None),
+        90: loop(90, {1: 64, 2: 64, 8: 64}, {9: 64}, {10, 80}),
+        100: loop(100, {9: 64}, {10: 64}, {90}, space=None),
+    }
+    assert places(loops) == {10: 80, 20: 81, 30: 81, 70: 70, 80: 80, 82: 82, 90: 80, 100: 100}
+    del loops[82]
+    assert places(loops) == {10: 80, 20: 81, 30: 82, 70: 70, 80: 80, 90: 80, 100: 100}
+
+
 def test_loops_that_share_next_to_nothing_stay_apart() -> None:
     """Inductor asks for 10 bytes, unless the one reads the other: then it saves a kernel."""
     for shared, fused in ((0, False), (9, False), (10, True)):
