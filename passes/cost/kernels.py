@@ -38,7 +38,10 @@ from ssd_fx.passes.partition import RECOMPUTED, Partition, storage_key, tensor_o
 aten = torch.ops.aten
 
 # Operators that read no more of their first input than they yield.
-_LOOKUPS = (aten.embedding, aten.gather, aten.index, aten.index_select, torch.ops.prims.inductor_lookup_seed)
+_LOOKUPS = (
+    *(aten.embedding, aten.gather, aten.index, aten._unsafe_index, aten.index_select),
+    torch.ops.prims.inductor_lookup_seed,
+)
 
 MANY_ROWS, FEW_COLUMNS = 512, 1 << 15
 

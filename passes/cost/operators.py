@@ -28,7 +28,7 @@ _INLINED = frozenset(
         aten.full, aten.scalar_tensor, aten.arange, aten.embedding, aten.index, aten.gather, aten.constant_pad_nd,
         aten.slice_scatter, aten.select_scatter, aten.clone, aten._to_copy, aten.copy, aten.cat, aten.where, prims.iota,
         prims.convert_element_type, aten.full_like, aten.zeros_like, aten.ones_like, aten.fill,
-        prims.inductor_lookup_seed,
+        prims.inductor_lookup_seed, aten._unsafe_index,
     }
 )  # fmt: skip
 REDUCTIONS = frozenset(

@@ -288,6 +288,18 @@ def test_a_way_may_go_back_from_the_last_loop_of_a_kernel_to_its_first() -> None
     assert found[5] < found[80] < found[90] <= found[100]
 
 
+def test_readers_look_up_what_they_read_by_index_themselves() -> None:
+    """Interpolation: differences of pixels that are looked up, none of which is written."""
+
+    def function(x: torch.Tensor, at: torch.Tensor) -> object:
+        one, other = (torch.ops.aten._unsafe_index(x, [None, i]) for i in (at, at + 1))
+        return ((other - one) @ x,)
+
+    x, at = torch.randn(8, 8), torch.arange(8) % 7
+    assert sorted(alive(function, x, at)) == ["mm", "sub"]
+    assert lower_alone(function, x, at).code.count("empty_strided_cpu(") == 2
+
+
 def test_a_sum_over_a_number_has_no_dimensions() -> None:
     assert "sum_1" in alive(lambda x, w: (x @ w).sum().sum(0) * x, torch.randn(8, 8), torch.randn(8, 8))
 
