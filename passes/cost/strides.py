@@ -149,9 +149,11 @@ def _is_made_contiguous(node: fx.Node) -> bool:
 
 
 def _is_of_channels(weight: fx.Node) -> bool:
-    """Whether a convolution's weight has one channel a group, so that its strides fit any order."""
+    """Whether a convolution's weight on the CPU has one channel a group, so that its strides fit any order."""
     tensor = tensor_of(weight)
     assert tensor is not None
+    if tensor.device.type != "cpu":
+        return False
     size, stride = _hints(tensor)
     return len(size) == 4 and size[1] == 1 and stride[1] != 1
 

@@ -9,7 +9,7 @@ order. It turns a saved input where the forward begins, and saves the copy, alth
 Inductor to save inputs with the strides that they have (`lowering/conv_operands.py`). This pass writes the copies into
 the backward. So nodes there have the strides that they would have with saved copies, and the plan counts the copies.
 
-The strides of a weight with one channel a group, [n, 1, 3, 3], fit any order. For these Inductor copies images that the
+The strides of a weight with one channel a group, [n, 1, 3, 3], fit any order. For these on the CPU Inductor copies images that the
 backward reads: rows come before channels, as in the gradient of the weight. But ATen computes with contiguous images
 then, and copies them again (`convolution_backward_lowering` in Inductor's kernel/conv.py, torch 2.13). So the backward
 makes one contiguous copy.
@@ -73,11 +73,13 @@ def _is_read(node: fx.Node, at: int) -> bool:
 
 
 def _is_of_channels(node: fx.Node) -> bool:
-    """Whether each channel of the result reads one of several channels of the image, and the gradient of the weight is
-    computed, whose strides fit any order."""
+    """Whether each channel of the result reads one of several channels of the image, on the CPU, and the gradient of
+    the weight is computed, whose strides fit any order."""
     given = arguments_of(node)
     image, weight = tensor_of(given["input"]), tensor_of(given["weight"])
     if image is None or weight is None or weight.ndim != 4 or not given["output_mask"][1]:
+        return False
+    if weight.device.type != "cpu":
         return False
     is_one = statically_known_true(weight.shape[1] == 1) and not statically_known_true(weight.stride()[1] == 1)
     return is_one and not statically_known_true(image.shape[1] == 1)
