@@ -9,10 +9,10 @@ order. It turns a saved input where the forward begins, and saves the copy, alth
 Inductor to save inputs with the strides that they have (`lowering/conv_operands.py`). This pass writes the copies into
 the backward. So nodes there have the strides that they would have with saved copies, and the plan counts the copies.
 
-The strides of a weight with one channel a group, [n, 1, 3, 3], fit any order. For these on the CPU Inductor copies images that the
-backward reads: rows come before channels, as in the gradient of the weight. But ATen computes with contiguous images
-then, and copies them again (`convolution_backward_lowering` in Inductor's kernel/conv.py, torch 2.13). So the backward
-makes one contiguous copy.
+The strides of a weight with one channel a group, [n, 1, 3, 3], fit any order. For these, on the CPU, Inductor copies
+images that the backward reads: rows come before channels, as in the gradient of the weight. But ATen computes with
+contiguous images then, and copies them again (`convolution_backward_lowering` in Inductor's kernel/conv.py, torch
+2.13). So the backward makes one contiguous copy.
 
 Hazard: in the forward no node may yield other strides than before. `as_strided` counts elements by the strides of the
 graph, and the caller gets its outputs with them.
