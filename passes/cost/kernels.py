@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ from ssd_fx.passes.cost.operators import (
     REDUCTIONS,
     SCATTERS,
     addmm,
+    adds_in_a_loop,
     has_complex,
     hint,
     is_extern,
@@ -92,7 +94,7 @@ class Kernels:
         self.computes = [n.op == "call_function" and self._makes(i) for i, n in enumerate(self.nodes)]
         self._running = running_sums(self.nodes)
         mms = {i: self.index[mm] for i, n in enumerate(self.nodes) if (mm := addmm(n, n in self._running)) is not None}
-        self.calls = {i for i, n in enumerate(self.nodes) if is_extern(n)} | mms.keys()
+        self.calls = {i for i, n in enumerate(self.nodes) if is_extern(n) and not adds_in_a_loop(n)} | mms.keys()
         self._most = {on_cpu: inlined_at_most(on_cpu) for on_cpu in (True, False)}
         inlined, self.early = self._inlined()
         self.inside = self._inside(inlined, {mm: add for add, mm in mms.items()})
@@ -168,14 +170,15 @@ class Kernels:
                 self._readers[source].append(i)
 
     def _read_at(self, i: int) -> list[tuple[int, int]]:
-        """The nodes that a node reads, each with the offset of the view that it is read through."""
+        """The nodes that a node reads, each with the offset of the view that it is read through. Views that begin at
+        one place count once, though Inductor tells apart those in another order."""
         found = list[tuple[int, int]]()
         for node in self.nodes[i].all_input_nodes:
             k, tensor = self.index[node], tensor_of(node)
             sources = self._sources[k] if self.view[k] else [k]
             offset = hint(tensor.storage_offset()) if self.view[k] and tensor is not None else 0
             found += [(source, offset) for source in sources if self.storages[source]]
-        return found
+        return list(dict.fromkeys(found))
 
     def _inside(self, inlined: Collection[int], addmms: dict[int, int]) -> list[Collection[int]]:
         inside: list[Collection[int]] = [(i,) for i in range(len(self.nodes))]
@@ -298,12 +301,20 @@ def _sizes(node: fx.Node) -> dict[int, tuple[int, int]]:
 def _shape(node: fx.Node) -> Space:
     """The space of a loop that yields the node: the elements that it makes, or those that it sums up or scatters."""
     of = (node, *node.all_input_nodes) if operator_of(node) in LOOPS else (node,)
-    if operator_of(node) in SCATTERS:
-        of = tuple(node.all_input_nodes[1:])
-    elements = max(count(t) for n in of for t in tensors_of(n))
+    elements = _added(node) if adds_in_a_loop(node) else max(count(t) for n in of for t in tensors_of(n))
     reduces = operator_of(node) in REDUCTIONS
     outer = max(map(count, tensors_of(node))) if reduces else elements
     return Space(elements, outer, reduces, on_cpu=tensors_of(node)[0].device.type == "cpu")
+
+
+def _added(node: fx.Node) -> int:
+    """How many values `index_put` writes: one for each of the indices, in each of the other dimensions."""
+    indices: Any = node.args[1]
+    out = tensor_of(node)
+    assert out is not None
+    shapes = [tuple(map(hint, tensor.shape)) for index in indices if index is not None for tensor in tensors_of(index)]
+    others = [hint(size) for size, index in itertools.zip_longest(out.shape, indices) if index is None]
+    return int(math.prod(torch.broadcast_shapes(*shapes))) * math.prod(others)
 
 
 def _rows(node: fx.Node) -> Space | None:

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.utils.flop_counter import flop_registry
 
 from ssd_fx.compat import OpOverload  # the module defines prims.inductor_random, too
-from ssd_fx.passes.partition import called, tensor_of, tensors_of
+from ssd_fx.passes.partition import arguments_of, called, tensor_of, tensors_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -35,7 +35,7 @@ REDUCTIONS = frozenset(
     {aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.var, aten.any, aten.all, aten.prod, aten.argmax}
 )
 # A loop of its own: neither inlined into readers nor a library call.
-LOOPS = REDUCTIONS | {prims.inductor_random, aten._unsafe_masked_index_put_accumulate, aten.index_put}
+LOOPS = REDUCTIONS | {prims.inductor_random, aten._unsafe_masked_index_put_accumulate}
 
 # Operators that write into a copy of their first operand, as scattered sums do.
 SCATTERS = frozenset(
@@ -106,6 +106,32 @@ def is_extern(node: fx.Node) -> bool:
 @functools.cache
 def _is_extern(target: OpOverload) -> bool:
     return _has_flops(target) or not (_is_inlined(target) or target.overloadpacket in LOOPS)
+
+
+CONTIGUOUS = "ssd_fx_contiguous"  # in the meta of a copy that the backward makes of an image for such a convolution
+
+
+def adds_in_a_loop(node: fx.Node) -> bool:
+    """Whether Inductor adds up values at indices in a loop of its own, and calls no library for it (`index_put_impl_`
+    in its lowering.py, torch 2.13): in float32, or in another float on the CPU, and not at a mask."""
+    if operator_of(node) is not aten.index_put or torch.are_deterministic_algorithms_enabled():
+        return False
+    given, out = arguments_of(node), tensor_of(node)
+    indices = [tensor_of(index) for index in given["indices"] if index is not None]
+    if out is None or not given["accumulate"] or any(index is None or index.dtype == torch.bool for index in indices):
+        return False
+    return out.dtype == torch.float32 or (out.dtype == torch.float64 and out.device.type == "cpu")
+
+
+def is_of_single_channels(node: fx.Node) -> bool:
+    """Whether a convolution's backward on the CPU computes with contiguous images, since the strides of its weight, one
+    channel a group, fit any order (`joint/conv_operands.py`)."""
+    if node.target is not aten.convolution_backward.default:
+        return False
+    weight = tensor_of(arguments_of(node)["weight"])
+    if weight is None or weight.ndim != 4 or weight.device.type != "cpu":
+        return False
+    return statically_known_true(weight.shape[1] == 1) and not statically_known_true(weight.stride()[1] == 1)
 
 
 def nbytes_of(node: fx.Node) -> int:

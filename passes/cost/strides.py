@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ssd_fx.passes.cost.kernels import Kernels, summed
-from ssd_fx.passes.cost.operators import REDUCTIONS, hint, operator_of
+from ssd_fx.passes.cost.operators import CONTIGUOUS, REDUCTIONS, hint, is_of_single_channels, operator_of
 from ssd_fx.passes.groups import channels_last_strides
 from ssd_fx.passes.partition import arguments_of, tensor_of
 
@@ -117,13 +117,13 @@ def _images(nodes: list[fx.Node]) -> set[fx.Node]:
             result, image, weight = (arguments_of(node)[name] for name in ("grad_output", "input", "weight"))
             around = [result, image, *(user for user in node.users if user.args[1] == 0)]
             around = [n for n in around if len(_size(n)) == 4]
-            if _is_of_channels(weight):
+            if is_of_single_channels(node):
                 contiguous.update(around)
                 continue
             alike = around
             images += around
             is_laid_out = is_laid_out or _is_turned(weight)
-        elif _is_made_contiguous(node):
+        elif CONTIGUOUS in node.meta and node.all_input_nodes[0].op == "placeholder" and len(_size(node)) == 4:
             images += node.all_input_nodes
             is_laid_out = True
         elif torch.Tag.pointwise in getattr(node.target, "tags", ()) and len(size := _size(node)) == 4:
@@ -138,24 +138,6 @@ def _images(nodes: list[fx.Node]) -> set[fx.Node]:
             found.add(node)
             work += beside.get(node, ())
     return found
-
-
-def _is_made_contiguous(node: fx.Node) -> bool:
-    """Whether `joint/conv_operands.py` made a node of a saved image, for a convolution."""
-    if node.target is not aten.clone.default or node.kwargs.get("memory_format") is not torch.contiguous_format:
-        return False
-    is_read = any(user.target is aten.convolution_backward.default for user in node.users)
-    return is_read and node.all_input_nodes[0].op == "placeholder" and len(_size(node)) == 4
-
-
-def _is_of_channels(weight: fx.Node) -> bool:
-    """Whether a convolution's weight on the CPU has one channel a group, so that its strides fit any order."""
-    tensor = tensor_of(weight)
-    assert tensor is not None
-    if tensor.device.type != "cpu":
-        return False
-    size, stride = _hints(tensor)
-    return len(size) == 4 and size[1] == 1 and stride[1] != 1
 
 
 def _is_turned(weight: fx.Node) -> bool:

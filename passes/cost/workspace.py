@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from ssd_fx.compat import OpOverload
-from ssd_fx.passes.cost.operators import hint, operator_of
+from ssd_fx.passes.cost.operators import hint, is_of_single_channels, operator_of
 from ssd_fx.passes.groups import is_channels_last
 from ssd_fx.passes.partition import arguments_of, called, tensor_of
 
@@ -120,8 +120,8 @@ def _convolution(node: fx.Node) -> int:
     if weight is None or image is None or result is None or weight.device.type != "cpu":
         return 0
     steps = [hint(step) for step in given["stride"]]
-    inside = _Convolution(weight, image, result, max(steps) > 1, given["transposed"], _is_last(given))
-    copies = sum(map(_nbytes, inside.copied if not is_forward else inside.copied[:1]))
+    inside = _Convolution(weight, image, result, max(steps) > 1, given["transposed"], _is_last(node))
+    copies = sum(_nbytes(x) for x in inside.copied if x is image or not is_forward)
     if is_forward and inside.is_last:
         copies += sum(_turned(given[name]) for name in ("input", "weight"))
     if inside.is_product:
@@ -133,14 +133,11 @@ def _convolution(node: fx.Node) -> int:
     return copies + max(image_bytes, inside.weight_gradient() if to_weight else 0)
 
 
-def _is_last(given: Mapping[str, Any]) -> bool:
+def _is_last(node: fx.Node) -> bool:
     """Whether ATen computes a convolution with the channels last, as Inductor lays images and weights out, and no other
-    tensors. The strides of a weight with one channel a group fit both orders: then a backward has it contiguous
-    (`mkldnn_conv_use_channels_last` in ConvUtils.h, and `joint/conv_operands.py`)."""
-    weight = given["weight"].meta["val"]
-    if weight.ndim != 4:
-        return False
-    return "output_mask" not in given or hint(weight.shape[1]) != 1 or hint(weight.stride()[1]) == 1
+    tensors (`mkldnn_conv_use_channels_last` in ConvUtils.h)."""
+    weight = arguments_of(node)["weight"].meta["val"]
+    return weight.ndim == 4 and not is_of_single_channels(node)
 
 
 class _Convolution(NamedTuple):

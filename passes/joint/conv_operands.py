@@ -27,6 +27,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
+from ssd_fx.passes.cost.operators import CONTIGUOUS, is_of_single_channels
 from ssd_fx.passes.groups import is_channels_last
 from ssd_fx.passes.partition import Partition, arguments_of, tensor_of
 
@@ -38,14 +39,18 @@ def turn_operands(partition: Partition) -> None:
     if not lays_out(partition):
         return
     made = {n.name for n in partition.saved if n.op != "placeholder"}  # Inductor saves these in its own order
-    for node in partition.backward.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+    graph = partition.backward.graph
+    # where the backward computes a convolution again, Inductor lays out all of its convolutions
+    again = bool(graph.find_nodes(op="call_function", target=aten.convolution.default))
+    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        if is_of_single_channels(node) and arguments_of(node)["output_mask"][1] and not again:
+            for operand in node.args[:2] if _has_channels(node.args[1]) else ():
+                if operand.name in made or not _is_contiguous(operand):
+                    _turn(node, operand, torch.contiguous_format)
+            continue
         for at, operand in enumerate(node.args[:3]):
             if operand.op == "placeholder" and operand.name not in made and _is_read(node, at):
                 _turn(node, operand, torch.channels_last)
-        if _is_of_channels(node):
-            for operand in node.args[:2]:
-                if operand.op == "placeholder" or not _is_contiguous(operand):
-                    _turn(node, operand, torch.contiguous_format)
     partition.recompile()
 
 
@@ -72,17 +77,10 @@ def _is_read(node: fx.Node, at: int) -> bool:
     return not is_channels_last(operand.shape, operand.stride())
 
 
-def _is_of_channels(node: fx.Node) -> bool:
-    """Whether each channel of the result reads one of several channels of the image, on the CPU, and the gradient of
-    the weight is computed, whose strides fit any order."""
-    given = arguments_of(node)
-    image, weight = tensor_of(given["input"]), tensor_of(given["weight"])
-    if image is None or weight is None or weight.ndim != 4 or not given["output_mask"][1]:
-        return False
-    if weight.device.type != "cpu":
-        return False
-    is_one = statically_known_true(weight.shape[1] == 1) and not statically_known_true(weight.stride()[1] == 1)
-    return is_one and not statically_known_true(image.shape[1] == 1)
+def _has_channels(image: fx.Node) -> bool:
+    """Whether an image has several channels, so that their order is one."""
+    tensor = tensor_of(image)
+    return tensor is not None and not statically_known_true(tensor.shape[1] == 1)
 
 
 def _is_contiguous(node: fx.Node) -> bool:
@@ -99,6 +97,8 @@ def _turn(node: fx.Node, operand: fx.Node, order: torch.memory_format) -> None:
     with node.graph.inserting_before(node):
         copy = node.graph.create_node("call_function", aten.clone.default, (operand,), given, name=name)
     copy.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "seq_nr") if key in node.meta}
+    if order is torch.contiguous_format:
+        copy.meta[CONTIGUOUS] = True
     tensor = operand.meta["val"]
     with torch.no_grad(), tensor.fake_mode:
         copy.meta["val"] = tensor.clone(memory_format=order)

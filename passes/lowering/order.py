@@ -211,7 +211,7 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         VerifyError: no order has our nodes as planned.
     """
     in_graph = {n: i for i, n in enumerate(V.graph.graph.nodes)}
-    position = [_position(n, in_graph) for n in nodes]
+    position = [max([_position(n, in_graph), *(in_graph.get(o, 0) for o in _joined(n))]) for n in nodes]
     graph = _constraints(nodes, position)
     _refuse_circle(graph, nodes)
     parts = [[_position(part, in_graph) for part in node.get_nodes()] for node in nodes]
@@ -361,17 +361,23 @@ def _call(node: BaseSchedulerNode) -> torch.fx.Node | None:
 
 
 def _origins(node: BaseSchedulerNode) -> set[torch.fx.Node]:
-    """The FX nodes that a kernel computes.
+    return {o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()}
 
-    An elementwise loop that writes into a part of a `cat` computes the `cat` too: the whole is in memory from there on,
-    and in the plan from its own place on. A reduction keeps its place, or what it reads would stay in memory.
+
+def _joined(node: BaseSchedulerNode) -> set[torch.fx.Node]:
+    """The FX nodes of each `cat` that elementwise loops of a kernel write parts of. The whole is in memory from there
+    on, and in the plan from its own place on. Other kernels keep their place, or what they read would stay in memory.
     """
-    buffers: list[Any] = [part.node for part in node.get_nodes() if part.node is not None]
+    parts: list[Any] = [part.node for part in node.get_nodes()]
+    buffers = [part for part in parts if isinstance(getattr(part, "data", None), ir.Pointwise)]
+    wholes: list[ir.ConcatKernel] = []
     for buffer in buffers:
-        layout, is_sum = getattr(buffer, "layout", None), isinstance(getattr(buffer, "data", None), ir.Reduction)
-        if isinstance(layout, ir.NonOwningLayout) and not is_sum:
-            buffers.append(V.graph.get_buffer(layout.view.get_name()))  # it may be a part of another `cat`
-    return {origin for buffer in buffers for origin in buffer.get_origins()}
+        if isinstance(layout := getattr(buffer, "layout", None), ir.NonOwningLayout):
+            whole = V.graph.get_buffer(layout.view.get_name())
+            if isinstance(whole, ir.ConcatKernel):
+                wholes.append(whole)
+                buffers.append(whole)  # it may be a part of another
+    return {origin for whole in wholes for origin in whole.get_origins()}
 
 
 def _readers_of_waits(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, int]]:

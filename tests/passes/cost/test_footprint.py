@@ -16,6 +16,7 @@ from ssd_fx.passes.cost.footprint import buffers
 from ssd_fx.passes.cost.fusion import Loop, Space, fuse
 from ssd_fx.passes.cost.kernels import Kernels
 from ssd_fx.passes.cost.lifetime import last_read
+from ssd_fx.passes.cost.operators import CONTIGUOUS
 from ssd_fx.passes.partition import RECOMPUTED, storage_of
 from tests.passes.lowered import lower_alone
 
@@ -577,4 +578,6 @@ def test_what_a_convolution_of_single_channels_reads_is_contiguous_and_other_ima
 
     images, weight = [torch.randn(2, 8, 4, 4) for _ in range(2)], torch.randn(8, 1, 3, 3)
     traced = make_fx(function, tracing_mode="fake")(*images, weight, torch.randn(8, 8, 1, 1))
+    (copy,) = traced.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    copy.meta[CONTIGUOUS] = True
     assert overwriting(traced.graph) == {}

@@ -166,3 +166,23 @@ def test_a_scattered_sum_is_a_loop_that_its_readers_do_not_join() -> None:
     assert of["index_put"] == of["le"] not in (of["add"], of["index_put_1"])
     fills = 2
     assert len(lower_alone(scattered, *args).kernels) == fills + len({of["le"], of["add"], of["index_put_1"]})
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.index_put([x > 0], torch.ones(()), accumulate=True),
+        lambda x: x.index_put([x.sign().long()], x, accumulate=False),
+        lambda x: x.long().index_put([x.sign().long()], x.long(), accumulate=True),
+    ],
+    ids=["at a mask", "not added", "of integers"],
+)
+def test_what_is_not_added_up_in_a_loop_is_a_call(write: Callable[[Tensor], Tensor]) -> None:
+    kernels = Kernels(make_fx(write, tracing_mode="fake")(torch.rand(8)).graph)
+    assert "index_put" in {kernels.nodes[i].name for i in kernels.calls}
+
+
+def test_a_tensor_is_added_to_itself() -> None:
+    traced = make_fx(lambda x: x.index_put([x.long()], x, accumulate=True), tracing_mode="fake")(torch.rand(8))
+    kernels = Kernels(traced.graph)
+    assert "index_put" in {kernels.nodes[i].name for i in kernels.kernel}
