@@ -108,12 +108,9 @@ def _is_extern(target: OpOverload) -> bool:
     return _has_flops(target) or not (_is_inlined(target) or target.overloadpacket in LOOPS)
 
 
-CONTIGUOUS = "ssd_fx_contiguous"  # in the meta of a copy that the backward makes of an image for such a convolution
-
-
 def adds_in_a_loop(node: fx.Node) -> bool:
     """Whether Inductor adds up values at indices in a loop of its own, and calls no library for it (`index_put_impl_`
-    in its lowering.py, torch 2.13): in float32, or in another float on the CPU, and not at a mask."""
+    in its lowering.py, torch 2.13): those of float32, or on the CPU of float64, and not at a mask."""
     if operator_of(node) is not aten.index_put or torch.are_deterministic_algorithms_enabled():
         return False
     given, out = arguments_of(node), tensor_of(node)
@@ -121,6 +118,9 @@ def adds_in_a_loop(node: fx.Node) -> bool:
     if out is None or not given["accumulate"] or any(index is None or index.dtype == torch.bool for index in indices):
         return False
     return out.dtype == torch.float32 or (out.dtype == torch.float64 and out.device.type == "cpu")
+
+
+CONTIGUOUS = "ssd_fx_contiguous"  # in the meta of a copy that the backward makes of an image for such a convolution:
 
 
 def is_of_single_channels(node: fx.Node) -> bool:
