@@ -1,4 +1,5 @@
-"""Small models of many kinds, each of which ends in a loss: what a stranger might train. Nothing is tuned to them.
+"""Small models of many kinds, each of which ends in a loss: what a stranger might train. Nothing was tuned to them
+before they were first measured (docs/results/peaks.md).
 
 Two or three layers of width 256 each, and some MiB of what is saved.
 """

@@ -60,8 +60,12 @@ class Processes:
         self._ended = False
 
     @contextlib.contextmanager
-    def started(self, words: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-        """Raises: OSError if the program cannot be run; InterruptedError if all were ended."""
+    def started(
+        self, words: Sequence[str], environment: Mapping[str, str], deadline: float
+    ) -> Iterator[subprocess.Popen[str]]:
+        """Raises: OSError if the program cannot be run, all were ended, or the deadline is over."""
+        if time.monotonic() >= deadline:
+            raise TimeoutError("no time was left for it")
         path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH", ""))))
         with self._lock:
             if self._ended:
@@ -137,13 +141,11 @@ def run_part(part: Part, where: Mapping[str, str], log: TextIO, processes: Proce
     for command in part.commands:
         words = filled(command, where)
         tell(log, f"$ {shlex.join(words)}\n", part.alone)
-        failure = "no time was left for it"
-        if time.monotonic() < deadline:
-            try:
-                with processes.started(words, dict(os.environ) | dict(part.environment)) as process:
-                    failure = watch(process, deadline, log, part.alone)
-            except OSError as error:
-                failure = error.strerror or str(error)
+        try:
+            with processes.started(words, dict(os.environ) | dict(part.environment), deadline) as process:
+                failure = watch(process, deadline, log, part.alone)
+        except OSError as error:
+            failure = error.strerror or str(error)
         if failure:
             failures.append(f"{Path(words[0]).name} {' '.join(words[1:3])}: {failure}")
     return failures[0] if failures else "ok"

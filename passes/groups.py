@@ -149,8 +149,21 @@ class AliasGroup:
 
 def is_channels_last(size: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the channels of each pixel follow each other for certain; asking adds no guard."""
-    steps = zip(size, stride, channels_last_strides(size), strict=True)
+    return _fits(size, stride, channels_last_strides(size))
+
+
+def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a tensor lies row after row for certain; asking adds no guard."""
+    return _fits(size, stride, contiguous_strides(size))
+
+
+def _fits(size: Sequence[int], stride: Sequence[int], wanted: Sequence[int]) -> bool:
+    steps = zip(size, stride, wanted, strict=True)
     return all(statically_known_true(sym_eq(a, b)) or statically_known_true(n == 1) for n, a, b in steps)
+
+
+def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(size[d + 1 :]) for d in range(len(size)))
 
 
 def channels_last_strides(size: Sequence[int]) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ rows. A box of whole rows is one range of memory, which is stored without a copy
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ssd_fx.compat import OpOverload, compute_required_storage_length
-from ssd_fx.passes.groups import Box, Layout, Pack
+from ssd_fx.passes.groups import Box, Layout, Pack, contiguous_strides
 from ssd_fx.passes.partition import tensor_of
 
 aten = torch.ops.aten
@@ -160,8 +159,7 @@ def is_dense(layout: Layout) -> bool:
 
 
 def _contiguous(like: Layout, size: tuple[int, ...]) -> Layout:
-    stride = tuple(math.prod(size[d + 1 :]) for d in range(len(size)))
-    return Layout(size, stride, 0, like.dtype, like.device)
+    return Layout(size, contiguous_strides(size), 0, like.dtype, like.device)
 
 
 def may_restride(placeholders: Iterable[fx.Node]) -> bool:

@@ -75,8 +75,8 @@ class Loop:
 
     `at`: its place in the graph. `reads`, `writes`: storages, with their bytes. `behind`: the loops whose results it
     reads. `again`: the backward computes it again by our choice. `running`: it is one of the additions of a long sum.
-    `scatters`: it writes to places that only the data knows, so no kernel reads its result that writes it too. `onto`:
-    the storages of which it writes over a copy. Another loop makes the copy.
+    `onto`: the storages of which it writes over a copy, if it scatters. It does not read them itself, and no kernel
+    that writes its result also reads it, since only the data knows the places.
     """
 
     at: int
@@ -86,7 +86,6 @@ class Loop:
     behind: set[int] = field(default_factory=set)
     again: bool = False
     running: bool = False
-    scatters: bool = False
     onto: Collection[int] = ()
 
 
@@ -171,7 +170,7 @@ class Groups:
         for k, loop in loops.items():
             for source in loop.behind:
                 self._groups[source].readers.add(k)
-                if loops[source].scatters:
+                if loops[source].onto:
                     self._groups[source].barred.add(k)
         self._rank = {at: rank for rank, at in enumerate(sorted(loop.at for loop in loops.values()))}
         self._calls = sorted(loop.at for loop in loops.values() if loop.space is None)
@@ -241,7 +240,8 @@ class Groups:
         now, last = -1, max(at.values(), default=0)
         for root in _in_order(at, readers):
             if at[root] < now:
-                at[root] = now + (now + 1 < last and now + 1 not in taken)
+                is_free = now + 1 < last and now + 1 not in taken
+                at[root] = now + 1 if is_free else now
             now = at[root]
         return {k: at[self.of(k)] for k in self._parent}
 

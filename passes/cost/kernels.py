@@ -264,7 +264,7 @@ class Kernels:
         for i, loop in loops.items():
             loop.again, loop.running = RECOMPUTED in self.nodes[i].meta, self.nodes[i] in self._running
             if operator_of(self.nodes[i]) in SCATTERS:
-                loop.scatters, loop.onto = True, self.operand(i)
+                loop.onto = self.operand(i)
         shapes = {i: _shape(self.nodes[i]) for i in makers if i not in self.calls}
         goes_by_rows = {i for i in shapes if 0 not in summed(self.nodes[i])}
         for i in (i for i, computed in enumerate(self.computes) if computed):

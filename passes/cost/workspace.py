@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, fx
 
 from ssd_fx.compat import OpOverload
 from ssd_fx.passes.cost.operators import hint, is_of_single_channels, operator_of
-from ssd_fx.passes.groups import is_channels_last
+from ssd_fx.passes.groups import is_channels_last, is_contiguous
 from ssd_fx.passes.partition import arguments_of, called, tensor_of
 
 aten = torch.ops.aten
@@ -231,18 +230,13 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _is_contiguous(tensor: Tensor) -> bool:
-    return _is_row_after_row([hint(n) for n in tensor.shape], [hint(n) for n in tensor.stride()])
+    return is_contiguous([hint(n) for n in tensor.shape], [hint(n) for n in tensor.stride()])
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether a tensor is contiguous, in some order of its dimensions."""
     dims = sorted(((hint(step), hint(n)) for step, n in zip(tensor.stride(), tensor.shape, strict=True)), reverse=True)
-    return _is_row_after_row([n for _, n in dims], [step for step, _ in dims])
-
-
-def _is_row_after_row(size: Sequence[int], stride: Sequence[int]) -> bool:
-    rows = (math.prod(size[d + 1 :]) for d in range(len(size)))
-    return all(step == row for step, row, n in zip(stride, rows, size, strict=True) if n != 1)
+    return is_contiguous([n for _, n in dims], [step for step, _ in dims])
 
 
 class _Matrices(NamedTuple):
@@ -321,7 +315,7 @@ class _Dense(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        return _is_row_after_row(self.size, self.stride)
+        return is_contiguous(self.size, self.stride)
 
 
 def _up(number: int, multiple: int) -> int:

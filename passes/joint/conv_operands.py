@@ -20,15 +20,14 @@ graph, and the caller gets its outputs with them.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ssd_fx.passes.cost.operators import CONTIGUOUS, is_of_single_channels
-from ssd_fx.passes.groups import is_channels_last
+from ssd_fx.passes.groups import is_channels_last, is_contiguous
 from ssd_fx.passes.partition import Partition, arguments_of, tensor_of
 
 aten = torch.ops.aten
@@ -45,7 +44,8 @@ def turn_operands(partition: Partition) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         if is_of_single_channels(node) and arguments_of(node)["output_mask"][1] and not again:
             for operand in node.args[:2] if _has_channels(node.args[1]) else ():
-                if operand.name in made or not _is_contiguous(operand):
+                tensor = operand.meta["val"]
+                if operand.name in made or not is_contiguous(tensor.shape, tensor.stride()):
                     _turn(node, operand, torch.contiguous_format)
             continue
         for at, operand in enumerate(node.args[:3]):
@@ -81,13 +81,6 @@ def _has_channels(image: fx.Node) -> bool:
     """Whether an image has several channels, so that their order is one."""
     tensor = tensor_of(image)
     return tensor is not None and not statically_known_true(tensor.shape[1] == 1)
-
-
-def _is_contiguous(node: fx.Node) -> bool:
-    tensor = tensor_of(node)
-    assert tensor is not None
-    rows = (math.prod(tensor.shape[d + 1 :]) for d in range(tensor.ndim))
-    return statically_known_true(sym_eq(tuple(tensor.stride()), tuple(rows)))
 
 
 def _turn(node: fx.Node, operand: fx.Node, order: torch.memory_format) -> None:

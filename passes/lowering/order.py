@@ -203,15 +203,16 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
 
     On the CPU our nodes then move out of C++ functions.
 
-    Every kernel runs at the last FX node that it computes, or earlier if a kernel that needs it runs earlier. But it
-    does not move to a place before its inputs. Fusion may join a node at the start of the backward to one at the end.
-    If such a kernel ran at the start, all that its second node needs would run first, and be alive all the time.
+    Every kernel runs at the last FX node that it computes, or at the `cat` that it writes a part of, or earlier if a
+    kernel that needs it runs earlier. But it does not move to a place before its inputs. Fusion may join a node at the
+    start of the backward to one at the end. If such a kernel ran at the start, all that its second node needs would run
+    first, and be alive all the time.
 
     Raises:
         VerifyError: no order has our nodes as planned.
     """
     in_graph = {n: i for i, n in enumerate(V.graph.graph.nodes)}
-    position = [max([_position(n, in_graph), *(in_graph.get(o, 0) for o in _joined(n))]) for n in nodes]
+    position = [max([_position(n, in_graph), *(in_graph[o] for o in _joined(n) if o in in_graph)]) for n in nodes]
     graph = _constraints(nodes, position)
     _refuse_circle(graph, nodes)
     parts = [[_position(part, in_graph) for part in node.get_nodes()] for node in nodes]

@@ -205,6 +205,23 @@ def test_what_is_computed_into_a_cat_does_not_begin_it_early() -> None:
     assert lines.index("extern mm") < lines.index("extern mm_1") < lines.index("loops cos")
 
 
+def read_before_they_are_joined(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
+    """bmm -> sigmoid -> sigmoid_1 -> bmm_2, behind a load, and two of `cat`, which the sigmoids are computed into."""
+    one = torch.bmm(x, w).sigmoid()
+    other = (one * torch.bmm(x + 1, w)).sigmoid()
+    used = torch.bmm(other, w)
+    loaded = ops.load(handle, [1, 64, 64], [4096, 64, 1], torch.float32, torch.device("cpu"), 0)
+    ops.wait_load_(loaded, handle, 1)
+    late = torch.bmm(loaded, w)
+    return used, torch.cat([one, torch.bmm(late, w)]), torch.cat([other, late])
+
+
+def test_what_reads_parts_of_a_cat_does_not_wait_for_the_cat() -> None:
+    inputs = torch.empty((), dtype=torch.int64), torch.randn(1, 64, 64), torch.randn(1, 64, 64)
+    lines = text(lower_alone(read_before_they_are_joined, *inputs)).splitlines()
+    assert next(i for i, line in enumerate(lines) if "bmm_2" in line) < lines.index("load 0")
+
+
 def needed_behind_a_load(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
     """sin -> mm, behind a load that mm_1 reads, and what rebuilds a tensor of it. Inductor fuses sin with cos."""
     y = x.sin()
