@@ -659,6 +659,23 @@ def test_the_rate_of_products_is_that_of_their_dtype(monkeypatch: pytest.MonkeyP
     assert largest == {torch.float32: large, torch.bfloat16: large, torch.float16: 2 * 256**3}  # and then 4 * 128 rows
 
 
+def test_seconds_in_which_shared_cores_are_slow_change_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are two fifths of the time that measuring takes."""
+    calls = 0
+    slow: set[int] = set()
+
+    def typical(self: timing.Clock, work: Callable[[], object]) -> float:
+        nonlocal calls
+        calls += 1
+        return 3.0 if calls in slow else 1.0
+
+    monkeypatch.setattr(timing.Clock, "typical", typical)
+    found = rates.Compute(CPU).rates()
+    fifth, calls = calls // 5, 0
+    slow = {*range(1, fifth + 1), *range(2 * fifth + 1, 3 * fifth + 1)}
+    assert rates.Compute(CPU).rates() == found
+
+
 def test_the_program_s_random_numbers_and_autocast_are_left_alone() -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()

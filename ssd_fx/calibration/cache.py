@@ -1,6 +1,6 @@
 """The file of measured rates, which all processes of a user share.
 
-    ~/.cache/ssd_fx/machine.json        {"version": 9, "measured": {"compute {...}": entry, "disk {...}": entry}}
+    ~/.cache/ssd_fx/machine.json        {"version": 10, "measured": {"compute {...}": entry, "disk {...}": entry}}
 
 A key has the hardware and software that was measured, an entry the fields of `Entry`. One process of a machine
 measures at a time, under the lock of a file that has the machine's name, or of the temporary directory where no such
@@ -28,7 +28,7 @@ from ssd_fx.options import Options
 from ssd_fx.passes.cost.machine import Machine
 from ssd_fx.runtime.build import cache_home, replace_text
 
-_VERSION = 9  # rises when something is measured otherwise, so that figures of before are not used
+_VERSION = 10  # rises when something is measured otherwise, so that figures of before are not used
 _TRIED_S = 600.0  # what could not be measured is not tried again for so long, by any process
 
 

@@ -1,15 +1,17 @@
 """Short measurements of a device: its rates for the kernels of a training step.
 
-Figures of compute are medians of some tenths of a second of work. The best of a few runs would be that of a core that
-had idled: products ran at 205 Gflop/s for 35 ms and at 143 from then on (Xeon at 2.5 GHz). Training never idles. Random
-numbers come from separate generators, so that measuring does not change what a seeded program draws.
+Figures of compute are medians. The best of a few runs would be that of a core that had idled: products ran at 205
+Gflop/s for 35 ms and at 143 from then on (Xeon at 2.5 GHz). Training never idles. Shared cores are faster in one second
+than in the next, so all rates are measured in turn, several times over (docs/decisions.md, "Rates of shared cores").
+Random numbers come from separate generators, so that measuring does not change what a seeded program draws.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -26,6 +28,7 @@ log = logging.getLogger("ssd_fx")
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
+_PASSES = 5  # over all rates
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Where launches cannot be measured: the time of one in generated code, as a multiple of the time of a PyTorch operator
 # in a row of equal ones. On an H200 the two were 35 us, for each of the 678 launches of a GPT of 12 layers, and 5.6 us:
@@ -164,14 +167,28 @@ class Compute:
     def rates(self) -> dict[str, object]:
         """All rates, as `Machine.with_rates` takes them."""
         with self.clock.on_idle_cores():
-            products = {dtype_name(t): self.product_flops(t) for t in _DTYPES}
-            found: dict[str, object] = {"flops": products["float32"], "flops_by_dtype": products}
-            for size, wide in zip(HEAD_SIZES, ("", "wide_"), strict=True):
-                both = {dtype_name(t): self.attention_flops(t, size) for t in _DTYPES[:2]}
-                for way, name in enumerate(("attention_flops", "attention_backward_flops")):
-                    found[wide + name] = {t: flops[way] for t, flops in both.items() if flops[way]}
-            kernel_s = self.kernel_s()
-            if self.clock.idle is None:  # by CPU time a small kernel cannot be told from starting it
-                found["kernel_s"] = kernel_s
-            found["launch_s"] = self.launch_s(kernel_s) if self.gpu else 0.0
-            return found | {"memory_bw": self.memory_bw(), "erf_s": self.erf_s(), "random_s": self.random_s()}
+            passes = [(self._by_dtype(), self._single()) for _ in range(_PASSES)]
+            single = _medians([each for _, each in passes])
+            launch_s = self.launch_s(single["kernel_s"]) if self.gpu else 0.0
+        if self.clock.idle is not None:  # by CPU time a small kernel cannot be told from starting it
+            del single["kernel_s"]
+        by_dtype = {name: _medians([each[name] for each, _ in passes]) for name in passes[0][0]}
+        return {"flops": by_dtype["flops_by_dtype"]["float32"], "launch_s": launch_s, **by_dtype, **single}
+
+    def _by_dtype(self) -> dict[str, dict[str, float]]:
+        """The rates of products and of attention, once."""
+        found = {"flops_by_dtype": {dtype_name(t): self.product_flops(t) for t in _DTYPES}}
+        for size, wide in zip(HEAD_SIZES, ("", "wide_"), strict=True):
+            both = {dtype_name(t): self.attention_flops(t, size) for t in _DTYPES[:2]}
+            for way, name in enumerate(("attention_flops", "attention_backward_flops")):
+                found[wide + name] = {t: flops[way] for t, flops in both.items() if flops[way]}
+        return found
+
+    def _single(self) -> dict[str, float]:
+        """The rates that no dtype has, once."""
+        found = {"kernel_s": self.kernel_s(), "memory_bw": self.memory_bw()}
+        return found | {"erf_s": self.erf_s(), "random_s": self.random_s()}
+
+
+def _medians(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(each[name] for each in figures) for name in figures[0]}

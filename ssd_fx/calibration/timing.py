@@ -22,8 +22,8 @@ from ssd_fx.runtime.device import streams
 
 log = logging.getLogger("ssd_fx")
 _REPEATS = 5
-_ENOUGH_S = 0.1  # seconds that the runs of one figure take at least; up to _MOST_S if there are fewer than _REPEATS
-_MOST_S = 0.2
+_ENOUGH_S = 0.02  # seconds that the runs of one figure take at least; up to _MOST_S if there are fewer than _REPEATS
+_MOST_S = 0.04
 _PATIENCE_S = 20.0  # of the host, which may have to launch a thousand runs of a short kernel
 _BUSY_S = 1.0  # the same where others use the cores
 _OTHERS = 0.15  # if other processes use this share of the cores or more, CPU time counts
