@@ -9,7 +9,8 @@ How it is measured:
 - A process for each way, in rounds of one step of each (workers.py): plain Inductor, a checkpoint per layer, PyTorch's
   `activation_memory_budget`, and ssd_fx twice for each rate of the drive. Times are compared within a round.
 - The drive is that of DIR, held to a rate each way on its own (held.py). The planner is told that rate. The rates of
-  compute are measured once, as `ssd-fx calibrate` does. All predictions are by these rates.
+  compute are measured before each case, as `ssd-fx calibrate` does, and all its predictions are by these. They are
+  measured again after its last round: a virtual machine may have become faster or slower.
 - The live peak of the checkpoint and of Inductor is measured first. Ours gets the share whose limit is that peak, by
   the predicted floor and the predicted peak of everything kept.
 - PyTorch's budget is the share that is predicted to be fastest of those with no higher a peak than the checkpoint's,
@@ -42,9 +43,10 @@ from system import MIB, announce, write_json
 from training import Model, Step, Task, train_gpt
 from workers import Workers, ratios
 
-from ssd_fx.backend import machine_of
+from ssd_fx.calibration.calibrate import calibrated
 from ssd_fx.config import Config
 from ssd_fx.rivals import BUDGETED, CHECKPOINT
+from ssd_fx.runtime.config import parse
 
 GPT = Model(12, 384, 6, 8, 512, 0.0, False, 0, 3e-4, "gpt")
 LLAMA = Model(8, 512, 8, 4, 512, 0.0, False, 0, 3e-4, "llama", 8192)
@@ -119,8 +121,14 @@ def budget_of(found: Mapping[str, Figure]) -> float:
     return min(shares, key=lambda share: shares[share].peak_bytes)
 
 
+def rates_now(directory: str) -> dict[str, Any]:
+    """The rates of this machine, measured in any case."""
+    options = parse(Config.make({"dirs": [directory]}).runtime_json())
+    return calibrated(options, torch.device("cpu"), again=True).rates()
+
+
 def measure(case: Case, flags: argparse.Namespace) -> dict[str, Any]:
-    rates = machine_of(Config.make({"dirs": [flags.dir]}), torch.device("cpu")).rates()
+    rates = rates_now(flags.dir)
     said = forecasts(case.model, rates, flags.shares)
     keep, share = said[KEEP], budget_of(said)
     budgeted = f"{BUDGETED} {share:g}"
@@ -145,7 +153,8 @@ def measure(case: Case, flags: argparse.Namespace) -> dict[str, Any]:
     for name, plan in plans.items():
         predicted[name] = asdict(Figure(plan.peak_bytes, plan.step_s, 0, plan.floor_bytes))
     steps = [{name: asdict(step) for name, step in each.items()} for each in rounds]
-    return {"shares": shares, "rates": rates, "predicted": predicted, "asked_bytes": asked, "rounds": steps}
+    found = {"shares": shares, "rates": rates, "rates_after": rates_now(flags.dir), "predicted": predicted}
+    return found | {"asked_bytes": asked, "rounds": steps}
 
 
 def table(title: str, found: Mapping[str, Any]) -> str:
@@ -153,7 +162,10 @@ def table(title: str, found: Mapping[str, Any]) -> str:
     head = "| | s | to Inductor (quartiles) | CPU time | live peak, MiB | predicted | asked | forward and backward, s "
     head += "| predicted | waits, s | written, MiB |"
     rounds = [{name: Step(**step) for name, step in each.items()} for each in found["rounds"]]
-    lines = [f"### {title}", "", head, "|---|" + "---|" * 10]
+    dtype = "bfloat16" if found["model"]["amp"] else "float32"
+    before, after = (found[name]["flops_by_dtype"][dtype] / 1e9 for name in ("rates", "rates_after"))
+    speed = f"Products ran at {before:.3g} GFLOP/s before the rounds, and at {after:.3g} after them."
+    lines = [f"### {title}", "", speed, "", head, "|---|" + "---|" * 10]
     return "\n".join([*lines, *(row(name, rounds, found) for name in rounds[0])])
 
 

@@ -67,8 +67,29 @@ class Reinterpreted(torch.autograd.Function):
         return (h * b) @ u, grad * b, a.t() @ grad, None
 
 
+class ReinterpretedInHalves(torch.autograd.Function):
+    """The backward views halves of a saved range so. They begin at odd places of the range that is stored, and an
+    operator that returns several views is between."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, q: Tensor) -> Tensor:
+        a, b = y.flatten()[17:20], y.flatten()[18:22]
+        ctx.save_for_backward(a, b, q)
+        return (a * q[:3]).sum() + b * q
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, _ = ctx.saved_tensors
+        positive = torch.cat([half.view(torch.int64) > 0 for half in b.chunk(2)]).repeat(2)
+        return None, torch.where(positive, grad, grad * 2) * b + F.pad(a * grad[:3], (0, 1))
+
+
 def reinterpreted(x: Tensor, w: Tensor, q: Tensor, v: Tensor, u: Tensor) -> Tensor:
     return Reinterpreted.apply(x @ w, q, v, u).sum()  # type: ignore[no-any-return]
+
+
+def reinterpreted_in_halves(x: Tensor, w: Tensor, q: Tensor) -> Tensor:
+    return ReinterpretedInHalves.apply(x @ w, q).sum()  # type: ignore[no-any-return]
 
 
 def leaves(*sizes: tuple[int, ...], **more: Any) -> list[Tensor]:
@@ -89,6 +110,10 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
     "elements of twice the size": (
         reinterpreted,
         lambda: [*leaves((8, 8), (8, 64), (8, 3), (2, 3)), torch.randn(3, 64)],
+    ),
+    "elements of twice the size, in halves": (
+        reinterpreted_in_halves,
+        lambda: [torch.randn(8, 8), torch.randn(8, 64), *leaves((4,))],
     ),
 }
 

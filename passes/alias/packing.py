@@ -194,14 +194,17 @@ def is_reinterpreted(placeholders: Iterable[fx.Node]) -> bool:
 
     Such a view needs strides and an offset that are multiples of the new size. A part of the storage may have others.
     """
-    work = list(placeholders)
+    work = [(p, p.meta["val"].itemsize) for p in placeholders]
     while work:
-        node = work.pop()
-        for view in filter(_is_view, node.users):
-            is_other = view.meta["val"].itemsize != node.meta["val"].itemsize
-            if is_other and view.target is not aten.view_as_real.default:  # it allows any stride
-                return True
-            work.append(view)
+        node, itemsize = work.pop()
+        for user in node.users:
+            if _is_view(user):
+                is_other = user.meta["val"].itemsize != itemsize
+                if is_other and user.target is not aten.view_as_real.default:  # it allows any stride
+                    return True
+                work.append((user, user.meta["val"].itemsize))
+            elif _yields_views(user) or _yields_views(node):  # then an item of it
+                work.append((user, itemsize))
     return False
 
 
@@ -229,6 +232,11 @@ def _is_view(node: fx.Node) -> bool:
     if tensor_of(node) is None or not isinstance(node.target, OpOverload):
         return False
     return node.target.is_view
+
+
+def _yields_views(node: fx.Node) -> bool:
+    """Whether a node is an operator that returns several views, such as `split`."""
+    return tensor_of(node) is None and isinstance(node.target, OpOverload) and node.target.is_view
 
 
 def _is_pointwise(node: fx.Node) -> bool:
