@@ -365,7 +365,8 @@ def _call(node: BaseSchedulerNode) -> torch.fx.Node | None:
     if isinstance(call, torch.fx.Node) and call in origins:
         return call
     overload = getattr(node.node, "op_overload", None)
-    return next((o for o in origins if overload is not None and o.target is overload), None)
+    of_overload = [o for o in origins if o.target is overload]
+    return of_overload[0] if len(of_overload) == 1 else None
 
 
 def _origins(node: BaseSchedulerNode) -> set[torch.fx.Node]:
