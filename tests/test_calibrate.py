@@ -649,6 +649,7 @@ def test_the_rate_of_products_is_that_of_their_dtype(monkeypatch: pytest.MonkeyP
         return sum(flops / speed[t] for t, flops in products.flops.items()) or 1.0
 
     monkeypatch.setattr(timing.Clock, "typical", typical)
+    monkeypatch.setattr(rates, "_PASSES", 1)
     found = rates.Compute(CPU).rates()
     assert found["flops_by_dtype"] == pytest.approx({"float32": 1e12, "bfloat16": 5e11, "float16": 1e9}, rel=1e-12)
     machine = Machine.default(CPU, 1).with_rates({name: found[name] for name in ("flops", "flops_by_dtype")})

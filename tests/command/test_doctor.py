@@ -175,7 +175,7 @@ def test_rates_that_cannot_be_read_are_a_finding(tmp_path: Path, monkeypatch: py
         warnings.simplefilter("error")
         found = next(software._rates(()))
     assert (found.subject, found.status) == ("rates", "warn")
-    assert found.says.endswith("machine.json is of no use (not version 9 of the machine's rates)")
+    assert found.says.endswith(f"machine.json is of no use (not version {cache._VERSION} of the machine's rates)")
 
 
 def test_a_home_that_this_user_may_not_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

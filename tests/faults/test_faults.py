@@ -58,6 +58,7 @@ def test_a_soak(tmp_path: Path) -> None:
     assert_met(done.stdout, 5000, ["right", "dropped", "named error"])
 
 
+@pytest.mark.slow
 def test_the_soak_finds_wrong_gradients(tmp_path: Path) -> None:
     """Its own test: damaged bytes that no checksum stops come out as wrong gradients, and end it."""
     done = faultio.run("tests.faults.soak", tmp_path, "--faults", 5000, "--corrupt", "--without-checksums")

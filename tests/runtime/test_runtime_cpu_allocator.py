@@ -247,6 +247,7 @@ def preloaded(directory: Path, code: str) -> str:
     return str(library)
 
 
+@pytest.mark.slow
 def test_a_preloaded_malloc_is_left_alone(tmp_path: Path) -> None:
     library = preloaded(
         tmp_path,
@@ -255,6 +256,7 @@ def test_a_preloaded_malloc_is_left_alone(tmp_path: Path) -> None:
     assert run("print(bool(A._library))", LD_PRELOAD=library).strip() == "False"
 
 
+@pytest.mark.slow
 def test_the_address_of_malloc_says_nothing(tmp_path: Path) -> None:
     """In an executable at fixed addresses, as Debian's python3, `malloc` has an address of the executable."""
     library = preloaded(
