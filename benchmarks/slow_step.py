@@ -9,7 +9,7 @@ How it is measured:
 - A process for each way, in rounds of one step of each (workers.py): plain Inductor, a checkpoint per layer, PyTorch's
   `activation_memory_budget`, and ssd_fx twice for each rate of the drive. Times are compared within a round.
 - The drive is that of DIR, held to a rate each way on its own (held.py). The planner is told that rate. The rates of
-  compute are measured before each case, as `ssd-fx calibrate` does, and all its predictions are by these. They are
+  compute are measured before each case, as `ssd-fx calibrate` does, and all predictions of the case use these. They are
   measured again after its last round: a virtual machine may have become faster or slower.
 - The live peak of the checkpoint and of Inductor is measured first. Ours gets the share whose limit is that peak, by
   the predicted floor and the predicted peak of everything kept.
@@ -122,7 +122,7 @@ def budget_of(found: Mapping[str, Figure]) -> float:
 
 
 def rates_now(directory: str) -> dict[str, Any]:
-    """The rates of this machine, measured in any case."""
+    """The rates of this machine, measured anew."""
     options = parse(Config.make({"dirs": [directory]}).runtime_json())
     return calibrated(options, torch.device("cpu"), again=True).rates()
 
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in cases(flags):
         path = flags.json_dir / f"{case.stem}.json"
         found = {} if flags.again else read(path)
-        if len(found.get("rounds", ())) < flags.rounds:
+        if len(found.get("rounds", ())) < flags.rounds or "rates_after" not in found:
             found = {"system": where, "model": asdict(case.model)} | measure(case, flags)
             write_json(path, found)
         tables.append(table(str(case.model), found))

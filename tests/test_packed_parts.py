@@ -68,8 +68,8 @@ class Reinterpreted(torch.autograd.Function):
 
 
 class ReinterpretedInHalves(torch.autograd.Function):
-    """The backward views halves of a saved range so. They begin at odd places of the range that is stored, and an
-    operator that returns several views is between."""
+    """The backward views halves of a saved range as elements of twice the size. They begin at odd places of the range
+    that is stored, and `chunk` stands between."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, q: Tensor) -> Tensor:

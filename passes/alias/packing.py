@@ -203,7 +203,7 @@ def is_reinterpreted(placeholders: Iterable[fx.Node]) -> bool:
                 if is_other and user.target is not aten.view_as_real.default:  # it allows any stride
                     return True
                 work.append((user, user.meta["val"].itemsize))
-            elif _yields_views(user) or _yields_views(node):  # then an item of it
+            elif _yields_views(user) or _yields_views(node):  # the user is an item of these views
                 work.append((user, itemsize))
     return False
 

@@ -300,9 +300,7 @@ def _sizes(node: fx.Node) -> dict[int, tuple[int, int]]:
 
 def _shape(node: fx.Node) -> Space:
     """The space of a loop that yields the node: the elements that it makes, or those that it sums up or scatters."""
-    of = [node, *node.all_input_nodes] if operator_of(node) in LOOPS else [node]
-    if operator_of(node) is aten.cat and is_on_cpu(node):
-        of = node.all_input_nodes  # each part has a loop of its own
+    of = (node, *node.all_input_nodes) if operator_of(node) in LOOPS else (node,)
     elements = _added(node) if adds_in_a_loop(node) else max(count(t) for n in of for t in tensors_of(n))
     reduces = operator_of(node) in REDUCTIONS
     outer = max(map(count, tensors_of(node))) if reduces else elements

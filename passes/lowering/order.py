@@ -212,14 +212,10 @@ def planned_order(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         VerifyError: no order has our nodes as planned.
     """
     in_graph = {n: i for i, n in enumerate(V.graph.graph.nodes)}
-    calls = {call for n in nodes if isinstance(n, ExternKernelSchedulerNode) and (call := _call(n)) is not None}
-    own = [_position(n, in_graph, calls) for n in nodes]
-    position = [
-        max([at, *(in_graph[o] for o in _joined(n) if o in in_graph)]) for n, at in zip(nodes, own, strict=True)
-    ]
+    position = [max([_position(n, in_graph), *(in_graph[o] for o in _joined(n) if o in in_graph)]) for n in nodes]
     graph = _constraints(nodes, position)
     _refuse_circle(graph, nodes)
-    parts = [[_position(part, in_graph, calls) for part in node.get_nodes()] for node in nodes]
+    parts = [[_position(part, in_graph) for part in node.get_nodes()] for node in nodes]
     begins = [0 if _is_fill(n) else min([at, *p]) for n, at, p in zip(nodes, position, parts, strict=True)]
     wanted = _targets(graph, position, begins, {i for n, i in in_graph.items() if _is_added(n)})
     order = [nodes[i] for i in nx.lexicographical_topological_sort(graph, key=wanted.__getitem__)]
@@ -359,14 +355,10 @@ def _call(node: BaseSchedulerNode) -> torch.fx.Node | None:
     """The FX node of a library call; None for other kernels.
 
     That node must be among the origins as well: an operator that changes nothing, such as an `expand` to the same
-    sizes, overwrites `origin_node` alone. An operator with several results has no `origin_node`, but its overload.
+    sizes, overwrites `origin_node` alone.
     """
-    call, origins = getattr(node.node, "origin_node", None), _origins(node)
-    if isinstance(call, torch.fx.Node) and call in origins:
-        return call
-    overload = getattr(node.node, "op_overload", None)
-    of_overload = [o for o in origins if o.target is overload]
-    return of_overload[0] if len(of_overload) == 1 else None
+    call = getattr(node.node, "origin_node", None)
+    return call if isinstance(call, torch.fx.Node) and call in _origins(node) else None
 
 
 def _origins(node: BaseSchedulerNode) -> set[torch.fx.Node]:
@@ -402,17 +394,10 @@ def _readers_of_waits(nodes: list[BaseSchedulerNode]) -> Iterator[tuple[int, int
             yield from ((waits[d.name], i) for d in node.read_writes.reads if d.name in waits)
 
 
-def _position(node: BaseSchedulerNode, in_graph: dict[torch.fx.Node, int], calls: set[torch.fx.Node]) -> int:
-    """The position of the last FX node that a kernel computes; the end of the graph where that is not known.
-
-    A loop that is written to memory for a library call has that call among its origins. It does not compute the call,
-    one of the `calls`, but a loop with no other origin copies an input for it.
-    """
-    computed = _origins(node)
-    if not isinstance(node, ExternKernelSchedulerNode):
-        computed = computed - calls or computed
-    elif (call := _call(node)) is not None:
-        computed = {call}
+def _position(node: BaseSchedulerNode, in_graph: dict[torch.fx.Node, int]) -> int:
+    """The position of the last FX node that a kernel computes; the end of the graph where that is not known."""
+    call = _call(node) if isinstance(node, ExternKernelSchedulerNode) else None
+    computed = _origins(node) if call is None else {call}
     return max((in_graph[o] for o in computed if o in in_graph), default=len(in_graph))
 
 

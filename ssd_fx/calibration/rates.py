@@ -1,9 +1,10 @@
 """Short measurements of a device: its rates for the kernels of a training step.
 
 Figures of compute are medians. The best of a few runs would be that of a core that had idled: products ran at 205
-Gflop/s for 35 ms and at 143 from then on (Xeon at 2.5 GHz). Training never idles. Shared cores are faster in one second
-than in the next, so all rates are measured in turn, several times over (docs/decisions.md, "Rates of shared cores").
-Random numbers come from separate generators, so that measuring does not change what a seeded program draws.
+Gflop/s for 35 ms and at 143 from then on (Xeon at 2.5 GHz). Training never idles. The speed of shared cores changes
+from second to second, so all rates are measured in turn, several times over (docs/decisions.md, "Rates of shared
+cores"). Random numbers come from separate generators, so that measuring does not change what a seeded program
+draws.
 """
 
 from __future__ import annotations
@@ -191,4 +192,6 @@ class Compute:
 
 
 def _medians(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(each[name] for each in figures) for name in figures[0]}
+    """The median of each figure; a figure that one of the passes lacks is none."""
+    names = set(figures[0]).intersection(*figures)
+    return {name: statistics.median(each[name] for each in figures) for name in figures[0] if name in names}

@@ -152,21 +152,6 @@ def test_loops_are_those_of_inductor(run: Callable[..., object], shapes: list[tu
     assert sorted(map(sorted, predicted.values())) == sorted(map(sorted, made))
 
 
-def gated(x: Tensor, y: Tensor) -> tuple[Tensor]:
-    gate = x.sigmoid()
-    return (torch.cat([gate * (gate + 1), y.exp()], 1),)
-
-
-def test_a_part_of_a_cat_is_computed_with_what_it_reads() -> None:
-    """The parts are loops of their own, so the sigmoid, which is written as two read it, stays in registers."""
-    args = torch.randn(64, 32), torch.randn(64, 32)
-    kernels = Kernels(make_fx(gated, tracing_mode="fake")(*args).graph)
-    of = {kernels.nodes[i].name: kernel for i, kernel in kernels.kernel.items()}
-    assert of["sigmoid"] == of["cat"]
-    made = [sorted(o.name for n in k.get_nodes() for o in n.node.origins) for k in lower_alone(gated, *args).kernels]
-    assert sorted(made) == [["add", "mul", "sigmoid"], ["exp"]]
-
-
 def scattered(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     at, at_other = (torch.ops.prims.convert_element_type(t.select(1, 0) * 0, torch.int64) for t in (x, other))
     zeros, y = torch.full((64, 32), 0.0, dtype=torch.float32), x.relu()

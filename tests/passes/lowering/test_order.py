@@ -245,28 +245,6 @@ extern as_strided, mm_1""",
     )
 
 
-def convolved_behind_a_load(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
-    """sin -> the backward of a convolution, of what is loaded. Inductor writes the sin to memory for it."""
-    y = x.sin()
-    loaded = ops.load(handle, [1, 8, 16, 16], [2048, 256, 16, 1], torch.float32, torch.device("cpu"), 0)
-    ops.wait_load_(loaded, handle, 1)
-    where = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    return torch.ops.aten.convolution_backward(y, loaded, w, None, *where, [True, True, False])
-
-
-def test_what_is_written_for_a_library_call_behind_a_load_is_computed_before_the_load() -> None:
-    """As in the plan. The call is among the origins of the loop, but the loop does not compute it."""
-    inputs = torch.empty((), dtype=torch.int64), torch.randn(1, 8, 16, 16), torch.randn(8, 8, 3, 3)
-    assert_expected_inline(
-        text(lower_alone(convolved_behind_a_load, *inputs)),
-        """\
-loops convolution_backward, sin
-load 0
-wait_load_ 1
-extern convolution_backward, sin""",
-    )
-
-
 def fused_over_a_load(handle: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> object:
     """sin; two loads -> add, of cos."""
     first = x.sin()

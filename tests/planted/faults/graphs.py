@@ -94,14 +94,6 @@ FAULTS = (
         "tests/passes/lowering/test_order.py::test_a_kernel_that_may_go_takes_no_order_with_it",
     ),
     Fault(
-        "loops_run_where_their_reader_does",
-        "passes/lowering/order.py",
-        "        computed = computed - calls or computed\n",
-        "        pass\n",
-        "a loop whose result a library call reads runs behind the load for that call: more memory than planned",
-        "tests/passes/lowering/test_order.py",
-    ),
-    Fault(
         "a_long_sum_is_one_kernel",
         "passes/lowering/order.py",
         "apart = (is_sum and between(one, reader) > 0) or would_begin_cat(one, reader)",
