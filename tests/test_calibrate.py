@@ -677,6 +677,11 @@ def test_seconds_in_which_shared_cores_are_slow_change_no_rate(monkeypatch: pyte
     assert rates.Compute(CPU).rates() == found
 
 
+def test_a_figure_that_one_pass_lacks_is_none() -> None:
+    """Such as that of an attention whose kernel failed once."""
+    assert rates._medians([{"float32": 1.0, "bfloat16": 1.0}, {"float32": 3.0}, {"float32": 2.0}]) == {"float32": 2.0}
+
+
 def test_the_program_s_random_numbers_and_autocast_are_left_alone() -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
