@@ -120,7 +120,8 @@ def adds_in_a_loop(node: fx.Node) -> bool:
     return out.dtype == torch.float32 or (out.dtype == torch.float64 and out.device.type == "cpu")
 
 
-CONTIGUOUS = "ssd_fx_contiguous"  # in the meta of a copy that the backward makes of an image for such a convolution:
+# In the meta of a contiguous copy that the backward makes of an image for a convolution `is_of_single_channels`.
+CONTIGUOUS = "ssd_fx_contiguous"
 
 
 def is_of_single_channels(node: fx.Node) -> bool:

@@ -259,7 +259,7 @@ PLANTED: dict[str, tuple[Callable[[], AbstractContextManager[object]], str, str]
 }
 
 
-LATE = ("no version check", "another slot's bytes")  # found by a later program than the others
+LATE = ("no version check", "another slot's bytes")  # the search takes seconds to find these
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] if f in LATE else []) for f in PLANTED])
